@@ -1,0 +1,393 @@
+"""The public functions: docstrings and the order of the steps, no arithmetic."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from . import arrays, backends, checks, planner
+from . import problem as problems
+from .types import Gradients, Plan, Problem
+
+
+def attention(
+    q: Any, k: Any, v: Any, *, causal: bool | str = False, window: tuple[int, int] | None = None, scale: Any = None,
+    softcap: float | None = None, bias: Any = None, mask: Any = None, alibi_slopes: Any = None, sinks: Any = None, score: str = "dot",
+    score_mod: Callable | str | None = None, mask_mod: Callable | str | None = None, mod_args: dict[str, Any] | None = None,
+    kv_lengths: Any = None, kv_start: Any = None, page_table: Any = None, q_scale: Any = None, k_scale: Any = None, v_scale: Any = None,
+    precision: str | None = None, num_splits: int | None = None, batch_invariant: bool = False, out_dtype: Any = None,
+    layout: str = "BSHD", kernel: str = "auto", backend: str | None = None, out: Any = None, lse: Any = None, return_lse: bool = False,
+    stream: Any = None,
+) -> Any:
+    """Exact attention: softmax(scale * q k^T + bias) v, in tiles, never storing the score matrix.
+
+    Parameters
+    ----------
+    q : ndarray, shape (B, Sq, Hq, D), (Sq, Hq, D) or (Sq, D)
+        Queries; float16, bfloat16 (ml_dtypes), float32 or float64, any strides. With ``layout="BHSD"``: (B, Hq, Sq, D), ...
+    k : ndarray, shape (B, Sk, Hkv, D) or with as many axes as q; paged: (pages, page_size, Hkv, D)
+        Keys, of q's dtype and library. Hq must be a whole multiple of Hkv (grouped-query attention).
+    v : ndarray, shape (B, Sk, Hkv, Dv); paged: (pages, page_size, Hkv, Dv)
+        Values; Dv may differ from D.
+    causal : bool or {"bottom_right", "upper_left"}, default False
+        Query row r sits at position i = r + kv_length - Sq (bottom right, also for True) or i = r (upper left), and sees
+        keys j <= i.
+    window : (int, int), optional
+        (left, right), inclusive: keys i - left <= j <= i + right; -1 is unbounded.
+    scale : float, optional
+        Softmax scale, default 1/sqrt(D); for ``score="sqdist"`` default 1, and an array (D,) is allowed.
+    softcap : float, optional
+        Logits become softcap * tanh(logit / softcap).
+    bias : ndarray, optional
+        Added to the logits; float32 or q's dtype, broadcast to (B, Hq, Sq, Sk); -inf hides a key.
+    mask : ndarray of bool, optional
+        True = visible, broadcast to (B, Hq, Sq, Sk). One with Sq (not Sk) columns covers the last Sq keys; earlier ones are
+        visible (tree attention).
+    alibi_slopes : array_like, shape (Hq,) or (B, Hq), optional
+        Adds -slope * abs(i - j); see `alibi_slopes`.
+    sinks : array_like, shape (Hq,), optional
+        One extra logit a head (natural, unscaled) that takes weight and has no value; counted in the log-sum-exp.
+    score : {"dot", "sqdist"}
+        "sqdist": logits -scale * sum((q - k)**2), by subtracting first, so that near points keep their digits.
+    score_mod, mask_mod : callable, optional
+        ``score_mod(s, b, h, i, j, **mod_args)`` returns changed logits, ``mask_mod(b, h, i, j, **mod_args)`` what is visible.
+        On NumPy arrays both are called on tiles: s (rows, keys), ints b and h, positions i (rows, 1) and j (1, keys).
+    mod_args : dict, optional
+        Further keyword arguments for the two.
+    kv_lengths : array_like of int, shape (B,), optional
+        Keys that exist in each sequence, at most Sk.
+    kv_start : array_like of int, shape (B,), optional
+        Keys before this one are padding (left padding). Positions do not change.
+    page_table : array_like of int, shape (B, max_pages), optional
+        k and v are pages; key j of sequence b is row j % page_size of page page_table[b, j // page_size]. Needs kv_lengths.
+    q_scale, k_scale, v_scale : optional
+        Scales of float8 arrays; not supported yet.
+    precision : {None, "tf32"}
+        "tf32" permits a GPU to multiply float32 in TF32; it changes nothing elsewhere.
+    num_splits : int, optional
+        Number of parts that the keys are split into (Flash-Decoding); chosen by cuflash when None.
+    batch_invariant : bool, default False
+        A sequence's result is the same bit for bit whatever else is in the batch.
+    out_dtype : dtype, optional
+        Default q's.
+    layout : {"BSHD", "BHSD"}
+        Axis order of q, k, v, out and of caches.
+    kernel : {"auto", "naive", "fa1", "fa2", "fa3", "decode"}
+        The algorithm.
+    backend : {None, "cuda", "numba-cuda", "cpu", "reference"}
+        The engine; None picks the first that can, where the arrays are.
+    out, lse : ndarray, optional
+        Buffers for the results, exact shape and dtype, any strides, sharing no element with an input.
+    return_lse : bool, default False
+        Also return the log-sum-exp of the logits, natural logarithm.
+    stream : optional
+        For arrays on a GPU.
+
+    Returns
+    -------
+    out : ndarray
+        Shape of q with head size Dv, of q's library. Rows that see no key are 0.
+    lse : ndarray, shape (B, Hq, Sq), (Hq, Sq) or (Sq,)
+        Only with ``return_lse``; float32, or float64 for float64 inputs; -inf for rows that see no key.
+
+    Raises
+    ------
+    TypeError
+        A kind of array, dtype or type of argument that is not allowed; arrays of several libraries.
+    ValueError
+        Shapes, values or devices that do not fit.
+    NotImplementedError
+        An option that cuflash does not have yet.
+    NoBackendError
+        Every backend declines; the message lists why.
+
+    References
+    ----------
+    Dao et al., "FlashAttention: Fast and Memory-Efficient Exact Attention with IO-Awareness", arXiv:2205.14135.
+    Dao, "FlashAttention-2: Faster Attention with Better Parallelism and Work Partitioning", arXiv:2307.08691.
+    Milakov and Gimelshein, "Online normalizer calculation for softmax", arXiv:1805.02867.
+
+    Examples
+    --------
+    >>> import numpy as np, cuflash
+    >>> q = k = v = np.ones((1, 8, 2, 16), np.float32)
+    >>> cuflash.attention(q, k, v, causal=True).shape
+    (1, 8, 2, 16)
+    """
+    problem = problems.build_attention(
+        q, k, v, causal=causal, window=window, scale=scale, softcap=softcap, bias=bias, mask=mask, alibi_slopes=alibi_slopes, sinks=sinks,
+        score=score, score_mod=score_mod, mask_mod=mask_mod, mod_args=mod_args, kv_lengths=kv_lengths, kv_start=kv_start,
+        page_table=page_table, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, precision=precision, num_splits=num_splits,
+        batch_invariant=batch_invariant, out_dtype=out_dtype, layout=layout, kernel=kernel, backend=backend, stream=stream,
+    )
+    return _execute(problem, out, lse, return_lse, layout, np.ndim(q))
+
+
+def _options_of_attention(function: Callable) -> Callable:
+    """Let ``**options`` of a public function be the options of `attention`, in its signature and in its error message."""
+    own = inspect.signature(function)
+    names = [n for n, p in own.parameters.items() if p.kind is not p.VAR_KEYWORD]
+    excluded = {*names, "out", "lse", "return_lse"}
+    options = {n: p for n, p in inspect.signature(attention).parameters.items() if p.kind is p.KEYWORD_ONLY and n not in excluded}
+
+    @functools.wraps(function)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        for name in kwargs:
+            if name not in options and name not in names:
+                raise TypeError(f"{function.__name__}() has no option {name!r}; allowed are {', '.join([*names, *options])}")
+        return function(*args, **kwargs)
+
+    shown = [p for p in own.parameters.values() if p.kind is not p.VAR_KEYWORD]
+    checked.__signature__ = own.replace(parameters=[*shown, *options.values()])  # type: ignore[attr-defined]
+    return checked
+
+
+@_options_of_attention
+def attention_varlen(
+    q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, *, max_seqlen_q: int | None = None, max_seqlen_k: int | None = None,
+    out: Any = None, lse: Any = None, return_lse: bool = False, layout: str = "BSHD", **options: Any,
+) -> Any:
+    """Exact attention over sequences of different lengths, packed along one axis.
+
+    Parameters
+    ----------
+    q : ndarray, shape (total_q, Hq, D); layout "BHSD": (Hq, total_q, D)
+    k, v : ndarray, shape (total_k, Hkv, D) and (total_k, Hkv, Dv), or pages with ``page_table``
+    cu_seqlens_q, cu_seqlens_k : array_like of int, shape (B + 1,)
+        Sequence b has rows cu[b] to cu[b + 1]. From 0, never falling; rows behind the last entry give O = 0, LSE = -inf.
+        ``cu_seqlens_k`` is None with ``page_table``.
+    max_seqlen_q, max_seqlen_k : int, optional
+        At least the longest sequence; found from cu_seqlens when None. bias and mask broadcast to
+        (B, Hq, max_seqlen_q, max_seqlen_k), with indices counted within each sequence.
+    **options
+        As for `attention`.
+
+    Returns
+    -------
+    out : ndarray, shape (total_q, Hq, Dv)
+    lse : ndarray, shape (Hq, total_q)
+        Only with ``return_lse``.
+
+    Raises
+    ------
+    TypeError, ValueError, NotImplementedError, NoBackendError
+        As `attention`; ValueError also for cu_seqlens that do not start at 0, fall, or end beyond the array.
+    """
+    problem = problems.build_varlen(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, layout=layout, **options,
+    )
+    return _execute(problem, out, lse, return_lse, layout, np.ndim(q))
+
+
+@_options_of_attention
+def decode(
+    q: Any, k_cache: Any, v_cache: Any, kv_lengths: Any, *, page_table: Any = None, k_new: Any = None, v_new: Any = None, rope: Any = None,
+    cache_batch_index: Any = None, out: Any = None, lse: Any = None, return_lse: bool = False, layout: str = "BSHD", **options: Any,
+) -> Any:
+    """Attention of a few new queries over a key/value cache, appending to the cache in the same call.
+
+    Parameters
+    ----------
+    q : ndarray, shape (B, Sq, Hq, D)
+        Sq is small: one new token, or a few.
+    k_cache, v_cache : ndarray, shape (B, Smax, Hkv, D) and (B, Smax, Hkv, Dv), or (pages, page_size, Hkv, D) with ``page_table``
+    kv_lengths : array_like of int, shape (B,), or int
+        Keys that each sequence has in the cache *before* the new ones. Not modified.
+    page_table : array_like of int, shape (B, max_pages), optional
+    k_new, v_new : ndarray, shape (B, n, Hkv, D) and (B, n, Hkv, Dv), optional
+        Written to the cache behind the keys that are there; the queries see them (with ``causal=True`` up to their own
+        position). Where they do not fit, ValueError is raised and nothing is written.
+    rope, cache_batch_index : optional
+        Not supported yet.
+    **options
+        As for `attention`; a few queries of one sequence usually want ``causal=True``, which for Sq = 1 changes nothing.
+
+    Returns
+    -------
+    out, lse
+        As `attention`.
+
+    Raises
+    ------
+    TypeError, ValueError, NotImplementedError, NoBackendError
+        As `attention`; ValueError also if the cache is too small, read-only or shares memory with q, k_new or v_new.
+
+    References
+    ----------
+    Dao et al., "Flash-Decoding for long-context inference", 2023 (split keys, then an exact merge).
+    Kwon et al., "Efficient Memory Management for Large Language Model Serving with PagedAttention", arXiv:2309.06180.
+    """
+    problem, kn, vn = problems.build_decode(
+        q, k_cache, v_cache, kv_lengths, page_table=page_table, k_new=k_new, v_new=v_new, rope=rope, cache_batch_index=cache_batch_index,
+        layout=layout, **options,
+    )
+    problem, out, lse = problems.with_outputs(problem, out, lse, return_lse, layout, np.ndim(q))
+    plan = planner.choose(problem)  # before the append: a call that cannot run leaves the cache as it was
+    if kn is not None and vn is not None:
+        backends.append_to_cache(problem, kn, vn)
+    backends.load(plan.backend).run(plan, problem)
+    return (out, lse) if return_lse else out
+
+
+@_options_of_attention
+def attention_backward(
+    dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, *, dlse: Any = None, deterministic: bool = False, layout: str = "BSHD", **options: Any,
+) -> Gradients:
+    """Gradients of `attention` by recomputation from (q, k, v, out, lse).
+
+    Parameters
+    ----------
+    dout : ndarray, shape of out
+        Gradient of the loss by out; any strides, broadcast views included.
+    q, k, v : ndarray
+        As given to `attention`.
+    out, lse : ndarray
+        What `attention` returned with ``return_lse=True``.
+    dlse : ndarray, shape of lse, optional
+        Gradient of the loss by the log-sum-exp.
+    deterministic : bool, default False
+        Two runs agree bit for bit in dq as well (dk and dv always do).
+    **options
+        The options that `attention` was called with.
+
+    Returns
+    -------
+    Gradients
+        dq, dk, dv, and dbias (bias's shape) and dsinks (Hq,) where those were given; else None. Rows that see no key
+        contribute exactly 0 whatever dout holds.
+
+    Raises
+    ------
+    TypeError, ValueError, NotImplementedError, NoBackendError
+        As `attention`.
+    """
+    problem = problems.build_backward(dout, q, k, v, out, lse, dlse=dlse, deterministic=deterministic, layout=layout, **options)
+    return _differentiate(problem, layout, np.ndim(q))
+
+
+@_options_of_attention
+def attention_varlen_backward(
+    dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, *, max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None, dlse: Any = None, deterministic: bool = False, layout: str = "BSHD", **options: Any,
+) -> Gradients:
+    """Gradients of `attention_varlen`; arguments as there and in `attention_backward`.
+
+    Returns
+    -------
+    Gradients
+        Rows behind the last entry of cu_seqlens have gradient 0.
+    """
+    problem = problems.build_backward(
+        dout, q, k, v, out, lse, dlse=dlse, deterministic=deterministic, layout=layout,
+        varlen=(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k), **options,
+    )
+    return _differentiate(problem, layout, np.ndim(q))
+
+
+@_options_of_attention
+def logsumexp(q: Any, k: Any, *, layout: str = "BSHD", **options: Any) -> Any:
+    """Only the row statistics of attention: the log-sum-exp of each query's logits, memory O(N).
+
+    Parameters
+    ----------
+    q, k : ndarray
+        As for `attention`.
+    **options
+        As for `attention`.
+
+    Returns
+    -------
+    ndarray, shape (B, Hq, Sq), (Hq, Sq) or (Sq,)
+        Natural logarithm; float32, or float64 for float64 inputs; -inf for rows that see no key.
+    """
+    kv = arrays.view(k, "k")
+    if not kv.shape:
+        raise ValueError("k: shape (); it must have 2 to 4 axes")
+    v = arrays.broadcast(arrays.wrap(arrays.namespace(kv.kind).zeros(1, kv.dtype), kv.kind), (*kv.shape[:-1], 1)).array
+    return attention(q, k, v, return_lse=True, layout=layout, **options)[1]
+
+
+@_options_of_attention
+def attention_weights(q: Any, k: Any, *, reduce: str | None = None, **options: Any) -> Any:
+    """The softmax weights themselves, materialised on purpose. Not supported yet.
+
+    Raises
+    ------
+    NotImplementedError
+    """
+    raise NotImplementedError("attention_weights: not supported yet")
+
+
+@_options_of_attention
+def attention_streamed(q: Any, k: Any, v: Any, *, device: int = 0, workspace_limit: int | None = None, **options: Any) -> Any:
+    """Attention over host arrays that are larger than a GPU's memory. Not supported yet.
+
+    Raises
+    ------
+    NotImplementedError
+    """
+    raise NotImplementedError("attention_streamed: not supported yet; on host arrays attention() already needs only O(N) memory")
+
+
+@_options_of_attention
+def plan(q: Any, k: Any, v: Any, *, return_lse: bool = False, layout: str = "BSHD", **options: Any) -> Plan:
+    """Make all checks and choices of an `attention` call once, for hot loops.
+
+    Parameters
+    ----------
+    q, k, v : ndarray
+        Arrays of the shapes, strides, dtypes and place that ``Plan.run`` will get. Their values do not matter.
+    return_lse : bool, default False
+        Whether ``run`` returns (out, lse).
+    **options
+        As for `attention`. Small host arrays among them (kv_lengths, page_table, slopes, sinks) are copied now; bias and
+        mask are referred to.
+
+    Returns
+    -------
+    Plan
+        Immutable and thread-safe; printing it shows the kernel, the tile, the splits and why.
+
+    Raises
+    ------
+    TypeError, ValueError, NotImplementedError, NoBackendError
+        As `attention`. ``Plan.run`` raises ValueError for arrays of another signature.
+
+    Examples
+    --------
+    >>> import numpy as np, cuflash
+    >>> q = k = v = np.ones((1, 8, 2, 16), np.float32)
+    >>> p = cuflash.plan(q, k, v, causal=True)
+    >>> p.run(q, k, v).shape
+    (1, 8, 2, 16)
+    """
+    checks.flag(return_lse, "return_lse")
+    problem = problems.build_attention(q, k, v, layout=layout, **options)
+    ndim = np.ndim(q)
+    chosen = planner.choose(problem)
+
+    def run(self: Plan, q: Any, k: Any, v: Any, out: Any, lse: Any, stream: Any) -> Any:
+        fresh = problems.with_arrays(problem, q, k, v, layout, ndim, stream)
+        fresh, out, lse = problems.with_outputs(fresh, out, lse, return_lse, layout, ndim)
+        backends.load(self.backend).run(self, fresh)
+        return (out, lse) if return_lse else out
+
+    return chosen.bind(problem, run)
+
+
+def _execute(problem: Problem, out: Any, lse: Any, return_lse: bool, layout: str, ndim: int) -> Any:
+    """Results, plan, run."""
+    problem, out, lse = problems.with_outputs(problem, out, lse, return_lse, layout, ndim)
+    chosen = planner.choose(problem)
+    backends.load(chosen.backend).run(chosen, problem)
+    return (out, lse) if return_lse else out
+
+
+def _differentiate(problem: Problem, layout: str, ndim: int) -> Gradients:
+    """Plan, run backward, and bring the gradients into the layout of the user's arrays."""
+    chosen = planner.choose(problem)
+    return problems.user_gradients(backends.load(chosen.backend).run_backward(chosen, problem), problem, layout, ndim)

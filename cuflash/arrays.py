@@ -1,0 +1,212 @@
+"""Any ndarray -> ArrayView, and back. The only room that knows array libraries; each is touched only once its arrays come in."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import numpy as np
+
+from .types import HOST, ArrayView
+
+_FLOATS = ("float16", "bfloat16", "float32", "float64")
+_FLOAT8 = ("float8_e4m3fn", "float8_e5m2")
+
+
+def bfloat16() -> np.dtype:
+    """The bfloat16 dtype of ml_dtypes."""
+    import ml_dtypes
+
+    return np.dtype(ml_dtypes.bfloat16)
+
+
+def is_float(dtype: np.dtype) -> bool:
+    """Whether attention runs on this dtype: float16, bfloat16, float32 or float64 in native byte order."""
+    return dtype.isnative and dtype.name in _FLOATS
+
+
+def check_float_dtype(dtype: np.dtype, name: str) -> None:
+    """Raise unless ``dtype`` is one that attention takes."""
+    if is_float(dtype):
+        return
+    if dtype.name in _FLOAT8:
+        raise NotImplementedError(f"{name}: {dtype.name} arrays are not supported yet; allowed are {', '.join(_FLOATS)}")
+    hint = ""
+    if dtype == np.uint16:
+        hint = "; uint16 is never taken for bfloat16: if it holds bfloat16 bits, pass array.view(ml_dtypes.bfloat16)"
+    elif not dtype.isnative:
+        hint = "; it is not in this machine's byte order: pass array.astype(array.dtype.newbyteorder('='))"
+    raise TypeError(f"{name}: dtype {dtype} is not supported; allowed are {', '.join(_FLOATS)}{hint}")
+
+
+def kind_of(array: Any, name: str) -> str:
+    """The library an array belongs to ("numpy" or "cupy"); TypeError for everything else."""
+    if isinstance(array, np.ma.MaskedArray):
+        raise TypeError(f"{name}: masked arrays are not supported (their mask would be lost); pass array.data and mask=")
+    if isinstance(array, np.ndarray):
+        return "numpy"
+    cupy = sys.modules.get("cupy")
+    if cupy is not None and isinstance(array, cupy.ndarray):
+        return "cupy"
+    hint = ""
+    if hasattr(array, "__dlpack__") or hasattr(array, "__cuda_array_interface__"):
+        hint = "; convert it without a copy by numpy.from_dlpack(x) (host memory) or cupy.from_dlpack(x) (GPU)"
+    elif isinstance(array, (list, tuple)):
+        hint = "; convert it by numpy.asarray(x)"
+    raise TypeError(f"{name}: got {type(array).__module__}.{type(array).__qualname__}; allowed are NumPy and CuPy arrays{hint}")
+
+
+def view(array: Any, name: str) -> ArrayView:
+    """See an array of a known library as an ArrayView, in its own axis order.
+
+    Raises
+    ------
+    TypeError
+        If it is no array of a library that cuflash knows.
+    """
+    kind = kind_of(array, name)
+    if kind == "numpy":
+        array = np.asarray(array)  # drops subclasses such as memmap, no copy
+    return wrap(array, kind)
+
+
+def wrap(array: Any, kind: str) -> ArrayView:
+    """ArrayView of an ndarray whose library is known."""
+    if kind == "numpy":
+        pointer, device = array.__array_interface__["data"][0], HOST
+    else:
+        pointer, device = int(array.data.ptr), int(array.device.id)
+    return ArrayView(array, pointer, tuple(array.shape), tuple(array.strides), array.dtype, kind, device)
+
+
+def transpose(a: ArrayView, axes: tuple[int, ...]) -> ArrayView:
+    """The same memory with its axes in another order."""
+    return wrap(a.array.transpose(axes), a.kind)
+
+
+def expand(a: ArrayView, axis: int) -> ArrayView:
+    """The same memory with a new axis of length 1."""
+    index = (slice(None),) * axis + (None,)
+    return wrap(a.array[index], a.kind)
+
+
+def broadcast(a: ArrayView, shape: tuple[int, ...]) -> ArrayView:
+    """The same memory, broadcast to ``shape`` with zero strides. The caller has checked that it can be."""
+    if a.kind == "numpy":
+        return wrap(np.broadcast_to(a.array, shape), a.kind)
+    return wrap(sys.modules["cupy"].broadcast_to(a.array, shape), a.kind)
+
+
+def namespace(kind: str) -> Any:
+    """The module whose functions make arrays of this kind."""
+    return np if kind == "numpy" else sys.modules[kind]
+
+
+def empty(shape: tuple[int, ...], dtype: np.dtype, like: ArrayView) -> Any:
+    """An uninitialised array where ``like`` is."""
+    if like.kind == "numpy":
+        return np.empty(shape, dtype)
+    with sys.modules["cupy"].cuda.Device(like.device):
+        return sys.modules["cupy"].empty(shape, dtype)
+
+
+def where(a: ArrayView) -> str:
+    """Where an array lies, in words."""
+    return "host memory (NumPy)" if a.kind == "numpy" else f"{a.kind}, GPU {a.device}"
+
+
+def byte_range(a: ArrayView) -> tuple[int, int]:
+    """First byte and one past the last byte that the array can touch."""
+    if 0 in a.shape:
+        return (a.pointer, a.pointer)
+    reach = [(n - 1) * s for n, s in zip(a.shape, a.strides, strict=True)]
+    return (a.pointer + sum(r for r in reach if r < 0), a.pointer + sum(r for r in reach if r > 0) + a.dtype.itemsize)
+
+
+def overlap(a: ArrayView, b: ArrayView) -> bool:
+    """Whether two arrays share an element. Interleaved views of one buffer do not, unless that is too hard to decide."""
+    if a.device != b.device:
+        return False
+    (a0, a1), (b0, b1) = byte_range(a), byte_range(b)
+    if a1 <= b0 or b1 <= a0:
+        return False
+    # The exact test works on addresses alone, so device memory is described to it as host memory and never read.
+    as_host = [x.array if x.kind == "numpy" else _AddressOnly(x) for x in (a, b)]
+    first, second = (np.asarray(x) for x in as_host)
+    try:
+        return bool(np.shares_memory(first, second, max_work=100_000))
+    except (np.exceptions.TooHardError, ValueError):
+        return True
+
+
+class _AddressOnly:
+    """Addresses and strides of a device array, for NumPy's overlap test, which dereferences nothing."""
+
+    def __init__(self, a: ArrayView):
+        self.__array_interface__ = {
+            "version": 3, "data": (a.pointer, True), "shape": a.shape, "strides": a.strides, "typestr": f"|V{a.dtype.itemsize}",
+        }
+
+
+def overlaps_itself(a: ArrayView) -> bool:
+    """Whether two indices of the array name the same bytes, as in a broadcast view."""
+    axes = sorted((abs(s), n) for n, s in zip(a.shape, a.strides, strict=True) if n > 1)
+    if 0 in a.shape:
+        return False
+    reach = a.dtype.itemsize
+    for stride, n in axes:
+        if stride < reach:
+            break
+        reach += (n - 1) * stride
+    else:
+        return False
+    if axes[0][0] == 0:
+        return True
+    # Strides that do not nest are rare and may still be distinct: list the addresses.
+    offsets = np.zeros(1, np.int64)
+    for stride, n in axes:
+        offsets = (offsets[:, None] + np.arange(n) * stride).ravel()
+    offsets.sort()
+    return bool((np.diff(offsets) < a.dtype.itemsize).any())
+
+
+def host_index(x: Any, name: str) -> np.ndarray:
+    """An index array (lengths, cu_seqlens, page table) from NumPy or nested lists, as int64.
+
+    Raises
+    ------
+    TypeError
+        If it does not hold integers.
+    """
+    if isinstance(x, np.ma.MaskedArray):
+        raise TypeError(f"{name}: masked arrays are not supported")
+    cupy = sys.modules.get("cupy")
+    if cupy is not None and isinstance(x, cupy.ndarray):
+        raise NotImplementedError(f"{name}: index arrays on a GPU are not supported yet; pass a NumPy array or a list")
+    try:
+        array = np.asarray(x)
+    except ValueError as error:  # ragged nesting
+        raise ValueError(f"{name}: not a rectangular array of integers ({error})") from None
+    if array.size == 0 and array.dtype.kind == "f" and not isinstance(x, np.ndarray):
+        array = array.astype(np.int64)  # numpy makes [] a float array
+    if array.dtype.kind not in "iu":
+        raise TypeError(f"{name}: dtype {array.dtype} is not an integer type; allowed are integer arrays and lists of int")
+    if array.dtype == np.uint64 and array.size and array.max() > np.iinfo(np.int64).max:
+        raise ValueError(f"{name}: {array.max()} is larger than 2**63 - 1")
+    return array.astype(np.int64)
+
+
+def host_floats(x: Any, name: str) -> np.ndarray:
+    """A small parameter array (slopes, sinks, scales) as float64 on the host."""
+    if isinstance(x, np.ma.MaskedArray):
+        raise TypeError(f"{name}: masked arrays are not supported")
+    cupy = sys.modules.get("cupy")
+    if cupy is not None and isinstance(x, cupy.ndarray):
+        raise NotImplementedError(f"{name}: a CuPy array is not supported yet; pass a NumPy array or a list")
+    try:
+        array = np.asarray(x)
+    except ValueError as error:
+        raise ValueError(f"{name}: not a rectangular array of numbers ({error})") from None
+    if array.dtype.kind not in "iuf" and array.dtype.name not in _FLOATS:
+        raise TypeError(f"{name}: dtype {array.dtype} is not a real number type")
+    return array.astype(np.float64)

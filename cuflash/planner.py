@@ -1,0 +1,55 @@
+"""Problem -> Plan: which kernel of which backend runs, and why. Pure: it asks, it starts nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from . import backends
+from .types import HOST, NoBackendError, Plan, Problem
+
+
+def choose(problem: Problem) -> Plan:
+    """The first backend and kernel, in the registry's order, that do not decline.
+
+    Raises
+    ------
+    NoBackendError
+        If all decline; the message lists each reason.
+    """
+    declined: list[str] = []
+    for name in candidates(problem):
+        backend = backends.load(name)
+        if isinstance(backend, str):  # why it cannot be loaded
+            declined.append(f"{name}: {backend}")
+            continue
+        for kernel in kernels_to_try(backend, problem):
+            reason = decline(backend, problem, kernel)
+            if reason is None:
+                plan = backend.plan(problem, kernel)
+                return dataclasses.replace(plan, declined=(*declined, *plan.declined))
+            declined.append(f"{name}/{kernel}: {reason}")
+    asked = f"kernel={problem.kernel!r}, backend={problem.backend!r}"
+    raise NoBackendError(f"no backend can run this {problem.op} call ({asked}):\n  " + "\n  ".join(declined))
+
+
+def candidates(problem: Problem) -> tuple[str, ...]:
+    """Backends to ask: the named one, or all that work where the arrays are. The oracle runs only when named."""
+    if problem.backend is not None:
+        return (problem.backend,)
+    return ("cpu",) if problem.q.device == HOST else ("cuda", "numba-cuda")
+
+
+def kernels_to_try(backend: backends.Backend, problem: Problem) -> tuple[str, ...]:
+    """Kernels to ask of one backend: the named one, or its own order of preference."""
+    if problem.kernel != "auto":
+        return (problem.kernel,)
+    return backend.auto_kernels(problem)
+
+
+def decline(backend: backends.Backend, problem: Problem, kernel: str) -> str | None:
+    """Why a backend does not run this kernel on this problem, or None if it does."""
+    if kernel not in backend.KERNELS:
+        return f"this backend has no such kernel; it has {', '.join(backend.KERNELS)}"
+    if problem.op == "backward" and not hasattr(backend, "run_backward"):
+        return "this backend has no backward pass yet; backend='reference' has one (float64, slow, memory O(N^2))"
+    return backend.decline(problem, kernel)
