@@ -1,0 +1,196 @@
+"""python -m cuflash: what runs here and why, what works where, and what a call will cost."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import importlib.util
+import json
+import os
+import platform
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import cuflash
+
+PACKAGES = (
+    "numpy", "numba", "llvmlite", "scipy", "threadpoolctl", "ml_dtypes", "platformdirs",
+    "cupy-cuda12x", "cupy-cuda13x", "cupy", "cuda-bindings", "nvidia-cuda-nvrtc-cu12", "nvidia-cuda-nvrtc", "numba-cuda", "mpi4py",
+)  # fmt: skip
+
+# Modules that a backend cannot do without, and the command that brings them.
+NEEDS = {
+    "cuda": (("cupy",), 'pip install "cuflash[cuda13]"   (or cuda12: the CUDA version that nvidia-smi prints)'),
+    "numba-cuda": (("cupy", "numba_cuda"), 'pip install "cuflash[cuda13-full]"   (or cuda12-full)'),
+    "cpu": (("numba", "scipy", "threadpoolctl"), "pip install numba scipy threadpoolctl"),
+    "reference": ((), ""),
+}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one command; returns the exit status, 2 for a wrong argument."""
+    parser = build_parser()
+    arguments = parser.parse_args(argv)
+    try:
+        print(arguments.command(arguments))
+    except BrokenPipeError:  # the reader, such as head, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except (TypeError, ValueError, NotImplementedError, cuflash.NoBackendError) as error:
+        print(f"{parser.prog}: error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="cuflash", description="Exact attention on NumPy and CuPy arrays.")
+    parser.add_argument("--version", action="version", version=f"cuflash {cuflash.__version__}")
+    commands = parser.add_subparsers(required=True, metavar="command")
+
+    info = commands.add_parser("info", help="versions, this machine, and which backends are usable")
+    info.add_argument("--json", action="store_true", help="for programs")
+    info.set_defaults(command=lambda a: json.dumps(gather_info(), indent=2) if a.json else format_info(gather_info()))
+
+    support = commands.add_parser("support", help="the table of options and kernels, in Markdown")
+    support.set_defaults(command=lambda a: load_support().table())
+
+    explain = commands.add_parser("explain", help="cost of one call, and which kernel would run")
+    for name, default, meaning in (
+        ("batch", 1, "sequences"),
+        ("seqlen", None, "queries, and keys unless --seqlen-k says otherwise"),
+        ("heads", None, "query heads"),
+        ("dim", None, "head size"),
+    ):
+        explain.add_argument(f"--{name}", type=positive, default=default, required=default is None, help=meaning, metavar="N")
+    explain.add_argument("--seqlen-k", type=positive, metavar="N", help="keys")
+    explain.add_argument("--heads-kv", type=positive, metavar="N", help="key/value heads (default: as many as query heads)")
+    explain.add_argument("--dtype", default="float32", choices=("float16", "bfloat16", "float32", "float64"))
+    explain.add_argument("--causal", action="store_true")
+    explain.set_defaults(command=explain_command)
+    return parser
+
+
+def positive(text: str) -> int:
+    """An argument that counts something."""
+    try:
+        value = int(text)
+    except ValueError:
+        value = 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"got {text!r}; it must be a whole number of at least 1")
+    return value
+
+
+def load_support() -> Any:
+    from . import support
+
+    return support
+
+
+def explain_command(arguments: argparse.Namespace) -> str:
+    return str(
+        cuflash.explain(
+            batch=arguments.batch, seqlen=arguments.seqlen, seqlen_k=arguments.seqlen_k, heads=arguments.heads,
+            heads_kv=arguments.heads_kv, dim=arguments.dim, dtype=arguments.dtype, causal=arguments.causal,
+        )
+    )  # fmt: skip
+
+
+# ---- info ------------------------------------------------------------------------------------------------------------
+
+
+def gather_info() -> dict[str, Any]:
+    """Everything ``info`` shows; imports no GPU library and starts no CUDA."""
+    return {
+        "cuflash": cuflash.__version__,
+        "location": str(Path(cuflash.__file__).parent),
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "cpu": cpu_model(),
+        "threads": usable_threads(),
+        "cache": str(cache_directory()),
+        "packages": {name: version for name in PACKAGES if (version := installed_version(name))},
+        "backends": backend_states(),
+    }
+
+
+def installed_version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def cpu_model() -> str:
+    """Name of the processor, as exactly as the system tells it without help."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
+    except OSError:
+        lines = []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, "") or platform.processor() or platform.machine() or "unknown"
+
+
+def usable_threads() -> int:
+    """Processors that this process may use, which in a container can be fewer than the machine has."""
+    affinity = getattr(os, "sched_getaffinity", None)
+    return len(affinity(0)) if affinity else os.cpu_count() or 1
+
+
+def cache_directory() -> Path:
+    """Where compiled kernels are kept: CUFLASH_CACHE_DIR, else the user's cache directory."""
+    chosen = os.environ.get("CUFLASH_CACHE_DIR")
+    if chosen:
+        return Path(chosen).expanduser()
+    import platformdirs
+
+    return Path(platformdirs.user_cache_dir("cuflash"))
+
+
+def backend_states() -> dict[str, dict[str, Any]]:
+    """Of each backend: its kernels, or why it is not usable here and, where one command mends that, the command."""
+    from . import backends
+
+    return {name: backend_state(name) for name in backends.REGISTRY}
+
+
+def backend_state(name: str) -> dict[str, Any]:
+    from . import backends, planner, problem
+
+    modules, mend = NEEDS[name]
+    missing = [module for module in modules if importlib.util.find_spec(module) is None]
+    if missing and backends.REGISTRY[name] is not None:
+        return {"usable": False, "reason": f"not installed: {', '.join(missing)}", "mend": mend}
+    try:
+        backend = backends.load(name)
+    except Exception as error:  # a broken Numba or driver raises many kinds
+        return {"usable": False, "reason": f"does not load: {error}", "mend": mend}
+    if isinstance(backend, str):
+        return {"usable": False, "reason": backend}
+    tiny = np.zeros((1, 1, 1, 16), np.float32)
+    reason = planner.decline(backend, problem.build_attention(tiny, tiny, tiny), backend.KERNELS[0])
+    if reason is not None:
+        return {"usable": False, "reason": reason}
+    return {"usable": True, "kernels": list(backend.KERNELS)}
+
+
+def format_info(info: dict[str, Any]) -> str:
+    """The text of ``info`` for people."""
+    lines = [
+        f"cuflash {info['cuflash']}   {info['location']}",
+        f"Python {info['python']}   {info['platform']}",
+        f"CPU: {info['cpu']}, {info['threads']} thread{'s' if info['threads'] != 1 else ''} usable",
+        f"cache: {info['cache']}",
+        "packages: " + ", ".join(f"{name} {version}" for name, version in info["packages"].items()),
+        "backends:",
+    ]
+    for name, state in info["backends"].items():
+        if state["usable"]:
+            lines.append(f"  {name:<11} usable, kernels {', '.join(state['kernels'])}")
+        else:
+            lines.append(f"  {name:<11} not usable: {state['reason']}")
+            if state.get("mend"):
+                lines.append(f"  {'':<11} to mend it: {state['mend']}")
+    return "\n".join(lines)

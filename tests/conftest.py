@@ -1,0 +1,47 @@
+"""What every test can rely on: tests that this machine cannot run are skipped with the reason."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# Tests start Python processes; in a bare checkout those find cuflash by this.
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+
+
+@functools.cache
+def why_no_gpu() -> str | None:
+    """Why GPU tests cannot run here, or None. Imports CuPy only where it is installed."""
+    if importlib.util.find_spec("cupy") is None:
+        return "CuPy is not installed"
+    try:
+        import cupy
+
+        devices = cupy.cuda.runtime.getDeviceCount()
+    except Exception as error:  # a broken driver or toolkit raises many kinds
+        return f"CUDA does not start: {error}"
+    return None if devices else "no CUDA device"
+
+
+def why_not_installed(*modules: str) -> str | None:
+    missing = [name for name in modules if importlib.util.find_spec(name) is None]
+    return f"not installed: {', '.join(missing)}" if missing else None
+
+
+REASONS = {
+    "gpu": why_no_gpu,
+    "model": functools.partial(why_not_installed, "gguf", "tokenizers", "tqdm"),
+    "torch": functools.partial(why_not_installed, "torch"),
+}
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    for marker, why_not in REASONS.items():
+        if item.get_closest_marker(marker) and (reason := why_not()):
+            pytest.skip(reason)
