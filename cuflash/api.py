@@ -16,12 +16,12 @@ from .types import Gradients, Plan, Problem
 
 def attention(
     q: Any, k: Any, v: Any, *, causal: bool | str = False, window: tuple[int, int] | None = None, scale: Any = None,
-    softcap: float | None = None, bias: Any = None, mask: Any = None, alibi_slopes: Any = None, sinks: Any = None, score: str = "dot",
-    score_mod: Callable | str | None = None, mask_mod: Callable | str | None = None, mod_args: dict[str, Any] | None = None,
-    kv_lengths: Any = None, kv_start: Any = None, page_table: Any = None, q_scale: Any = None, k_scale: Any = None, v_scale: Any = None,
-    precision: str | None = None, num_splits: int | None = None, batch_invariant: bool = False, out_dtype: Any = None,
-    layout: str = "BSHD", kernel: str = "auto", backend: str | None = None, out: Any = None, lse: Any = None, return_lse: bool = False,
-    stream: Any = None,
+    softcap: float | None = None, bias: Any = None, mask: Any = None, alibi_slopes: Any = None, sinks: Any = None,
+    score: str = "dot", score_mod: Callable | str | None = None, mask_mod: Callable | str | None = None,
+    mod_args: dict[str, Any] | None = None, kv_lengths: Any = None, kv_start: Any = None, page_table: Any = None,
+    q_scale: Any = None, k_scale: Any = None, v_scale: Any = None, precision: str | None = None, num_splits: int | None = None,
+    batch_invariant: bool = False, out_dtype: Any = None, layout: str = "BSHD", kernel: str = "auto",
+    backend: str | None = None, out: Any = None, lse: Any = None, return_lse: bool = False, stream: Any = None,
 ) -> Any:
     """Exact attention: softmax(scale * q k^T + bias) v, in tiles, never storing the score matrix.
 
@@ -64,8 +64,7 @@ def attention(
         Keys before this one are padding (left padding). Positions do not change.
     page_table : array_like of int, shape (B, max_pages), optional
         k and v are pages; key j of sequence b is row j % page_size of page page_table[b, j // page_size]. Needs kv_lengths.
-    q_scale, k_scale, v_scale : optional
-        Scales of float8 arrays; not supported yet.
+    q_scale, k_scale, v_scale : not supported yet (scales of float8 arrays)
     precision : {None, "tf32"}
         "tf32" permits a GPU to multiply float32 in TF32; it changes nothing elsewhere.
     num_splits : int, optional
@@ -119,15 +118,16 @@ def attention(
     (1, 8, 2, 16)
     """
     problem = problems.build_attention(
-        q, k, v, causal=causal, window=window, scale=scale, softcap=softcap, bias=bias, mask=mask, alibi_slopes=alibi_slopes, sinks=sinks,
-        score=score, score_mod=score_mod, mask_mod=mask_mod, mod_args=mod_args, kv_lengths=kv_lengths, kv_start=kv_start,
-        page_table=page_table, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, precision=precision, num_splits=num_splits,
-        batch_invariant=batch_invariant, out_dtype=out_dtype, layout=layout, kernel=kernel, backend=backend, stream=stream,
+        q, k, v, causal=causal, window=window, scale=scale, softcap=softcap, bias=bias, mask=mask, alibi_slopes=alibi_slopes,
+        sinks=sinks, score=score, score_mod=score_mod, mask_mod=mask_mod, mod_args=mod_args, kv_lengths=kv_lengths,
+        kv_start=kv_start, page_table=page_table, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, precision=precision,
+        num_splits=num_splits, batch_invariant=batch_invariant, out_dtype=out_dtype, layout=layout, kernel=kernel,
+        backend=backend, stream=stream,
     )
     return _execute(problem, out, lse, return_lse, layout, np.ndim(q))
 
 
-def _options_of_attention(function: Callable) -> Callable:
+def takes_options(function: Callable) -> Callable:
     """Let ``**options`` of a public function be the options of `attention`, in its signature and in its error message."""
     own = inspect.signature(function)
     names = [n for n, p in own.parameters.items() if p.kind is not p.VAR_KEYWORD]
@@ -146,10 +146,11 @@ def _options_of_attention(function: Callable) -> Callable:
     return checked
 
 
-@_options_of_attention
+@takes_options
 def attention_varlen(
-    q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, *, max_seqlen_q: int | None = None, max_seqlen_k: int | None = None,
-    out: Any = None, lse: Any = None, return_lse: bool = False, layout: str = "BSHD", **options: Any,
+    q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, *, max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None, out: Any = None, lse: Any = None, return_lse: bool = False, layout: str = "BSHD",
+    **options: Any,
 ) -> Any:
     """Exact attention over sequences of different lengths, packed along one axis.
 
@@ -183,10 +184,11 @@ def attention_varlen(
     return _execute(problem, out, lse, return_lse, layout, np.ndim(q))
 
 
-@_options_of_attention
+@takes_options
 def decode(
-    q: Any, k_cache: Any, v_cache: Any, kv_lengths: Any, *, page_table: Any = None, k_new: Any = None, v_new: Any = None, rope: Any = None,
-    cache_batch_index: Any = None, out: Any = None, lse: Any = None, return_lse: bool = False, layout: str = "BSHD", **options: Any,
+    q: Any, k_cache: Any, v_cache: Any, kv_lengths: Any, *, page_table: Any = None, k_new: Any = None, v_new: Any = None,
+    rope: Any = None, cache_batch_index: Any = None, out: Any = None, lse: Any = None, return_lse: bool = False,
+    layout: str = "BSHD", **options: Any,
 ) -> Any:
     """Attention of a few new queries over a key/value cache, appending to the cache in the same call.
 
@@ -221,21 +223,22 @@ def decode(
     Dao et al., "Flash-Decoding for long-context inference", 2023 (split keys, then an exact merge).
     Kwon et al., "Efficient Memory Management for Large Language Model Serving with PagedAttention", arXiv:2309.06180.
     """
-    problem, kn, vn = problems.build_decode(
-        q, k_cache, v_cache, kv_lengths, page_table=page_table, k_new=k_new, v_new=v_new, rope=rope, cache_batch_index=cache_batch_index,
-        layout=layout, **options,
+    problem, new = problems.build_decode(
+        q, k_cache, v_cache, kv_lengths, page_table=page_table, k_new=k_new, v_new=v_new, rope=rope,
+        cache_batch_index=cache_batch_index, layout=layout, **options,
     )
-    problem, out, lse = problems.with_outputs(problem, out, lse, return_lse, layout, np.ndim(q))
+    problem, out, lse = problems.with_outputs(problem, out, lse, return_lse, layout, np.ndim(q), new)
     plan = planner.choose(problem)  # before the append: a call that cannot run leaves the cache as it was
-    if kn is not None and vn is not None:
-        backends.append_to_cache(problem, kn, vn)
-    backends.load(plan.backend).run(plan, problem)
+    if new:
+        backends.append_to_cache(problem, new["k_new"], new["v_new"])
+    _backend(plan).run(plan, problem)
     return (out, lse) if return_lse else out
 
 
-@_options_of_attention
+@takes_options
 def attention_backward(
-    dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, *, dlse: Any = None, deterministic: bool = False, layout: str = "BSHD", **options: Any,
+    dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, *, dlse: Any = None, deterministic: bool = False,
+    layout: str = "BSHD", **options: Any,
 ) -> Gradients:
     """Gradients of `attention` by recomputation from (q, k, v, out, lse).
 
@@ -269,10 +272,11 @@ def attention_backward(
     return _differentiate(problem, layout, np.ndim(q))
 
 
-@_options_of_attention
+@takes_options
 def attention_varlen_backward(
-    dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, *, max_seqlen_q: int | None = None,
-    max_seqlen_k: int | None = None, dlse: Any = None, deterministic: bool = False, layout: str = "BSHD", **options: Any,
+    dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, *,
+    max_seqlen_q: int | None = None, max_seqlen_k: int | None = None, dlse: Any = None, deterministic: bool = False,
+    layout: str = "BSHD", **options: Any,
 ) -> Gradients:
     """Gradients of `attention_varlen`; arguments as there and in `attention_backward`.
 
@@ -288,7 +292,7 @@ def attention_varlen_backward(
     return _differentiate(problem, layout, np.ndim(q))
 
 
-@_options_of_attention
+@takes_options
 def logsumexp(q: Any, k: Any, *, layout: str = "BSHD", **options: Any) -> Any:
     """Only the row statistics of attention: the log-sum-exp of each query's logits, memory O(N).
 
@@ -304,14 +308,11 @@ def logsumexp(q: Any, k: Any, *, layout: str = "BSHD", **options: Any) -> Any:
     ndarray, shape (B, Hq, Sq), (Hq, Sq) or (Sq,)
         Natural logarithm; float32, or float64 for float64 inputs; -inf for rows that see no key.
     """
-    kv = arrays.view(k, "k")
-    if not kv.shape:
-        raise ValueError("k: shape (); it must have 2 to 4 axes")
-    v = arrays.broadcast(arrays.wrap(arrays.namespace(kv.kind).zeros(1, kv.dtype), kv.kind), (*kv.shape[:-1], 1)).array
-    return attention(q, k, v, return_lse=True, layout=layout, **options)[1]
+    key = arrays.view(k, "k")
+    return attention(q, k, arrays.zeros((*key.shape[:-1], 1), key).array, return_lse=True, layout=layout, **options)[1]
 
 
-@_options_of_attention
+@takes_options
 def attention_weights(q: Any, k: Any, *, reduce: str | None = None, **options: Any) -> Any:
     """The softmax weights themselves, materialised on purpose. Not supported yet.
 
@@ -322,7 +323,7 @@ def attention_weights(q: Any, k: Any, *, reduce: str | None = None, **options: A
     raise NotImplementedError("attention_weights: not supported yet")
 
 
-@_options_of_attention
+@takes_options
 def attention_streamed(q: Any, k: Any, v: Any, *, device: int = 0, workspace_limit: int | None = None, **options: Any) -> Any:
     """Attention over host arrays that are larger than a GPU's memory. Not supported yet.
 
@@ -333,7 +334,7 @@ def attention_streamed(q: Any, k: Any, v: Any, *, device: int = 0, workspace_lim
     raise NotImplementedError("attention_streamed: not supported yet; on host arrays attention() already needs only O(N) memory")
 
 
-@_options_of_attention
+@takes_options
 def plan(q: Any, k: Any, v: Any, *, return_lse: bool = False, layout: str = "BSHD", **options: Any) -> Plan:
     """Make all checks and choices of an `attention` call once, for hot loops.
 
@@ -369,25 +370,31 @@ def plan(q: Any, k: Any, v: Any, *, return_lse: bool = False, layout: str = "BSH
     problem = problems.build_attention(q, k, v, layout=layout, **options)
     ndim = np.ndim(q)
     chosen = planner.choose(problem)
+    problem = problem.replace(q=arrays.signature(problem.q), k=arrays.signature(problem.k), v=arrays.signature(problem.v))
 
     def run(self: Plan, q: Any, k: Any, v: Any, out: Any, lse: Any, stream: Any) -> Any:
         fresh = problems.with_arrays(problem, q, k, v, layout, ndim, stream)
         fresh, out, lse = problems.with_outputs(fresh, out, lse, return_lse, layout, ndim)
-        backends.load(self.backend).run(self, fresh)
+        _backend(self).run(self, fresh)
         return (out, lse) if return_lse else out
 
     return chosen.bind(problem, run)
+
+
+def _backend(chosen: Plan) -> Any:
+    """The module that a plan came from."""
+    return backends.load(chosen.backend)
 
 
 def _execute(problem: Problem, out: Any, lse: Any, return_lse: bool, layout: str, ndim: int) -> Any:
     """Results, plan, run."""
     problem, out, lse = problems.with_outputs(problem, out, lse, return_lse, layout, ndim)
     chosen = planner.choose(problem)
-    backends.load(chosen.backend).run(chosen, problem)
+    _backend(chosen).run(chosen, problem)
     return (out, lse) if return_lse else out
 
 
 def _differentiate(problem: Problem, layout: str, ndim: int) -> Gradients:
     """Plan, run backward, and bring the gradients into the layout of the user's arrays."""
     chosen = planner.choose(problem)
-    return problems.user_gradients(backends.load(chosen.backend).run_backward(chosen, problem), problem, layout, ndim)
+    return problems.user_gradients(_backend(chosen).run_backward(chosen, problem), problem, layout, ndim)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 import sys
 from typing import Any
 
@@ -9,7 +11,7 @@ import numpy as np
 
 from .types import HOST, ArrayView
 
-_FLOATS = ("float16", "bfloat16", "float32", "float64")
+FLOATS = ("float16", "bfloat16", "float32", "float64")
 _FLOAT8 = ("float8_e4m3fn", "float8_e5m2")
 
 
@@ -22,7 +24,7 @@ def bfloat16() -> np.dtype:
 
 def is_float(dtype: np.dtype) -> bool:
     """Whether attention runs on this dtype: float16, bfloat16, float32 or float64 in native byte order."""
-    return dtype.isnative and dtype.name in _FLOATS
+    return dtype.isnative and dtype.name in FLOATS
 
 
 def check_float_dtype(dtype: np.dtype, name: str) -> None:
@@ -30,17 +32,19 @@ def check_float_dtype(dtype: np.dtype, name: str) -> None:
     if is_float(dtype):
         return
     if dtype.name in _FLOAT8:
-        raise NotImplementedError(f"{name}: {dtype.name} arrays are not supported yet; allowed are {', '.join(_FLOATS)}")
+        raise NotImplementedError(f"{name}: {dtype.name} arrays are not supported yet; allowed are {', '.join(FLOATS)}")
     hint = ""
     if dtype == np.uint16:
         hint = "; uint16 is never taken for bfloat16: if it holds bfloat16 bits, pass array.view(ml_dtypes.bfloat16)"
     elif not dtype.isnative:
         hint = "; it is not in this machine's byte order: pass array.astype(array.dtype.newbyteorder('='))"
-    raise TypeError(f"{name}: dtype {dtype} is not supported; allowed are {', '.join(_FLOATS)}{hint}")
+    raise TypeError(f"{name}: dtype {dtype} is not supported; allowed are {', '.join(FLOATS)}{hint}")
 
 
 def kind_of(array: Any, name: str) -> str:
     """The library an array belongs to ("numpy" or "cupy"); TypeError for everything else."""
+    if type(array) is np.ndarray:
+        return "numpy"
     if isinstance(array, np.ma.MaskedArray):
         raise TypeError(f"{name}: masked arrays are not supported (their mask would be lost); pass array.data and mask=")
     if isinstance(array, np.ndarray):
@@ -51,9 +55,15 @@ def kind_of(array: Any, name: str) -> str:
     hint = ""
     if hasattr(array, "__dlpack__") or hasattr(array, "__cuda_array_interface__"):
         hint = "; convert it without a copy by numpy.from_dlpack(x) (host memory) or cupy.from_dlpack(x) (GPU)"
-    elif isinstance(array, (list, tuple)):
+    elif isinstance(array, list | tuple):
         hint = "; convert it by numpy.asarray(x)"
-    raise TypeError(f"{name}: got {type(array).__module__}.{type(array).__qualname__}; allowed are NumPy and CuPy arrays{hint}")
+    raise TypeError(f"{name}: got {type_name(array)}; allowed are NumPy and CuPy arrays{hint}")
+
+
+def type_name(x: Any) -> str:
+    """The type of a value as a user would write it: list, torch.Tensor."""
+    kind = type(x)
+    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
 
 
 def view(array: Any, name: str) -> ArrayView:
@@ -81,33 +91,45 @@ def wrap(array: Any, kind: str) -> ArrayView:
 
 def transpose(a: ArrayView, axes: tuple[int, ...]) -> ArrayView:
     """The same memory with its axes in another order."""
-    return wrap(a.array.transpose(axes), a.kind)
+    return _same_start(a, a.array.transpose(axes))
 
 
 def expand(a: ArrayView, axis: int) -> ArrayView:
     """The same memory with a new axis of length 1."""
-    index = (slice(None),) * axis + (None,)
-    return wrap(a.array[index], a.kind)
+    return _same_start(a, a.array[(slice(None),) * axis + (None,)])
 
 
 def broadcast(a: ArrayView, shape: tuple[int, ...]) -> ArrayView:
     """The same memory, broadcast to ``shape`` with zero strides. The caller has checked that it can be."""
-    if a.kind == "numpy":
-        return wrap(np.broadcast_to(a.array, shape), a.kind)
-    return wrap(sys.modules["cupy"].broadcast_to(a.array, shape), a.kind)
+    return _same_start(a, (np if a.kind == "numpy" else sys.modules["cupy"]).broadcast_to(a.array, shape))
 
 
-def namespace(kind: str) -> Any:
-    """The module whose functions make arrays of this kind."""
-    return np if kind == "numpy" else sys.modules[kind]
+def _same_start(a: ArrayView, array: Any) -> ArrayView:
+    """ArrayView of ``array``, a view of ``a`` that begins at the same address."""
+    return ArrayView(array, a.pointer, array.shape, array.strides, a.dtype, a.kind, a.device)
+
+
+def signature(a: ArrayView) -> ArrayView:
+    """What a plan remembers of an array: not its memory."""
+    return dataclasses.replace(a, array=None, pointer=0)
 
 
 def empty(shape: tuple[int, ...], dtype: np.dtype, like: ArrayView) -> Any:
     """An uninitialised array where ``like`` is."""
     if like.kind == "numpy":
         return np.empty(shape, dtype)
-    with sys.modules["cupy"].cuda.Device(like.device):
-        return sys.modules["cupy"].empty(shape, dtype)
+    cupy = sys.modules["cupy"]
+    with cupy.cuda.Device(like.device):
+        return cupy.empty(shape, dtype)
+
+
+def zeros(shape: tuple[int, ...], like: ArrayView) -> ArrayView:
+    """Zeros of the dtype of ``like`` and where it is, in the memory of one element."""
+    if like.kind == "numpy":
+        return broadcast(wrap(np.zeros(1, like.dtype), like.kind), shape)
+    cupy = sys.modules["cupy"]
+    with cupy.cuda.Device(like.device):
+        return broadcast(wrap(cupy.zeros(1, like.dtype), like.kind), shape)
 
 
 def where(a: ArrayView) -> str:
@@ -119,8 +141,13 @@ def byte_range(a: ArrayView) -> tuple[int, int]:
     """First byte and one past the last byte that the array can touch."""
     if 0 in a.shape:
         return (a.pointer, a.pointer)
-    reach = [(n - 1) * s for n, s in zip(a.shape, a.strides, strict=True)]
-    return (a.pointer + sum(r for r in reach if r < 0), a.pointer + sum(r for r in reach if r > 0) + a.dtype.itemsize)
+    first = last = a.pointer
+    for n, stride in zip(a.shape, a.strides, strict=True):
+        if stride < 0:
+            first += (n - 1) * stride
+        else:
+            last += (n - 1) * stride
+    return first, last + a.dtype.itemsize
 
 
 def overlap(a: ArrayView, b: ArrayView) -> bool:
@@ -134,7 +161,7 @@ def overlap(a: ArrayView, b: ArrayView) -> bool:
     as_host = [x.array if x.kind == "numpy" else _AddressOnly(x) for x in (a, b)]
     first, second = (np.asarray(x) for x in as_host)
     try:
-        return bool(np.shares_memory(first, second, max_work=100_000))
+        return bool(np.shares_memory(first, second, max_work=100_000))  # type: ignore[arg-type]
     except (np.exceptions.TooHardError, ValueError):
         return True
 
@@ -150,9 +177,9 @@ class _AddressOnly:
 
 def overlaps_itself(a: ArrayView) -> bool:
     """Whether two indices of the array name the same bytes, as in a broadcast view."""
-    axes = sorted((abs(s), n) for n, s in zip(a.shape, a.strides, strict=True) if n > 1)
     if 0 in a.shape:
         return False
+    axes = sorted((abs(s), n) for n, s in zip(a.shape, a.strides, strict=True) if n > 1)
     reach = a.dtype.itemsize
     for stride, n in axes:
         if stride < reach:
@@ -160,8 +187,9 @@ def overlaps_itself(a: ArrayView) -> bool:
         reach += (n - 1) * stride
     else:
         return False
-    if axes[0][0] == 0:
-        return True
+    first, last = byte_range(a)
+    if math.prod(a.shape) * a.dtype.itemsize > last - first:
+        return True  # more elements than there is room for: zero strides, sliding windows
     # Strides that do not nest are rare and may still be distinct: list the addresses.
     offsets = np.zeros(1, np.int64)
     for stride, n in axes:
@@ -171,22 +199,14 @@ def overlaps_itself(a: ArrayView) -> bool:
 
 
 def host_index(x: Any, name: str) -> np.ndarray:
-    """An index array (lengths, cu_seqlens, page table) from NumPy or nested lists, as int64.
+    """A copy of an index array (lengths, cu_seqlens, page table), from NumPy or nested lists, as int64.
 
     Raises
     ------
     TypeError
         If it does not hold integers.
     """
-    if isinstance(x, np.ma.MaskedArray):
-        raise TypeError(f"{name}: masked arrays are not supported")
-    cupy = sys.modules.get("cupy")
-    if cupy is not None and isinstance(x, cupy.ndarray):
-        raise NotImplementedError(f"{name}: index arrays on a GPU are not supported yet; pass a NumPy array or a list")
-    try:
-        array = np.asarray(x)
-    except ValueError as error:  # ragged nesting
-        raise ValueError(f"{name}: not a rectangular array of integers ({error})") from None
+    array = _host_array(x, name, "integers")
     if array.size == 0 and array.dtype.kind == "f" and not isinstance(x, np.ndarray):
         array = array.astype(np.int64)  # numpy makes [] a float array
     if array.dtype.kind not in "iu":
@@ -197,16 +217,23 @@ def host_index(x: Any, name: str) -> np.ndarray:
 
 
 def host_floats(x: Any, name: str) -> np.ndarray:
-    """A small parameter array (slopes, sinks, scales) as float64 on the host."""
+    """A copy of a small parameter array (slopes, sinks, scales) as float64 on the host."""
+    array = _host_array(x, name, "real numbers")
+    if array.dtype.kind not in "iuf" and array.dtype.name not in FLOATS:
+        raise TypeError(f"{name}: dtype {array.dtype} is not a real number type; allowed are arrays and lists of real numbers")
+    return array.astype(np.float64)
+
+
+def _host_array(x: Any, name: str, content: str) -> np.ndarray:
+    """NumPy's view of an array or of nested lists in host memory."""
+    if x is None:
+        raise TypeError(f"{name}: got None; allowed are NumPy arrays and lists of {content}")
     if isinstance(x, np.ma.MaskedArray):
-        raise TypeError(f"{name}: masked arrays are not supported")
+        raise TypeError(f"{name}: masked arrays are not supported; allowed are NumPy arrays and lists of {content}")
     cupy = sys.modules.get("cupy")
     if cupy is not None and isinstance(x, cupy.ndarray):
-        raise NotImplementedError(f"{name}: a CuPy array is not supported yet; pass a NumPy array or a list")
+        raise NotImplementedError(f"{name}: CuPy arrays are not supported here yet; pass a NumPy array or a list of {content}")
     try:
-        array = np.asarray(x)
-    except ValueError as error:
-        raise ValueError(f"{name}: not a rectangular array of numbers ({error})") from None
-    if array.dtype.kind not in "iuf" and array.dtype.name not in _FLOATS:
-        raise TypeError(f"{name}: dtype {array.dtype} is not a real number type")
-    return array.astype(np.float64)
+        return np.asarray(x)
+    except ValueError as error:  # ragged nesting
+        raise ValueError(f"{name}: not a rectangular array of {content} ({error})") from None

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from . import checks, planner
+from . import options as opts
 from . import problem as problems
+from .api import takes_options
 from .types import UNBOUNDED, Plan, Problem
 
 
@@ -40,16 +43,18 @@ class Explanation:
         return "\n".join(lines + [f"declined                     {d}" for d in self.declined])
 
 
+@takes_options
 def explain(
-    q: Any = None, k: Any = None, v: Any = None, *, batch: int = 1, seqlen: int | None = None, seqlen_k: int | None = None, heads: int = 1,
-    heads_kv: int | None = None, dim: int = 64, dim_v: int | None = None, dtype: Any = np.float32, layout: str = "BSHD", **options: Any,
+    q: Any = None, k: Any = None, v: Any = None, *, batch: int = 1, seqlen: int | None = None, seqlen_k: int | None = None,
+    heads: int = 1, heads_kv: int | None = None, dim: int = 64, dim_v: int | None = None, dtype: Any = np.float32,
+    layout: str = "BSHD", **options: Any,
 ) -> Explanation:
     """Say what an attention call costs and which kernel would run, without running it.
 
     Parameters
     ----------
     q, k, v : ndarray, optional
-        As for `attention`. Without them, the sizes below describe the call and no memory is taken.
+        As for `attention`, pages included. Without them, the sizes below describe the call and no memory is taken.
     batch, seqlen, seqlen_k, heads, heads_kv, dim, dim_v : int
         Sizes; ``seqlen_k``, ``heads_kv`` and ``dim_v`` default to ``seqlen``, ``heads`` and ``dim``.
     dtype : dtype, default float32
@@ -74,44 +79,49 @@ def explain(
     >>> e.scores_per_head // 2**20, e.scores_total // 2**20
     (16, 512)
     """
-    given = [name for name, x in (("q", q), ("k", k), ("v", v)) if x is not None]
-    if given and len(given) < 3:
-        raise ValueError(f"explain: got only {', '.join(given)}; give all of q, k and v, or sizes alone")
-    if not given:
-        if seqlen is None:
-            raise ValueError("seqlen: missing; explain() needs q, k and v, or at least seqlen")
-        q, k, v = shapes_only(batch, seqlen, seqlen_k, heads, heads_kv, dim, dim_v, dtype, layout)
+    missing = [name for name, x in (("q", q), ("k", k), ("v", v)) if x is None]
+    if 0 < len(missing) < 3:
+        raise ValueError(f"{missing[0]}: missing; explain() takes all of q, k and v, or sizes alone")
+    if (seqlen is None) == bool(missing):
+        came = "missing" if missing else f"got {seqlen} beside q, k and v"
+        raise ValueError(f"seqlen: {came}; explain() takes q, k and v, or sizes from seqlen on")
+    if missing:
+        sizes = {
+            "batch": batch, "seqlen": seqlen, "seqlen_k": seqlen if seqlen_k is None else seqlen_k, "heads": heads,
+            "heads_kv": heads if heads_kv is None else heads_kv, "dim": dim, "dim_v": dim if dim_v is None else dim_v,
+        }
+        q, k, v = shapes_only(sizes, opts.dtype(dtype, "dtype"), layout)
     problem = problems.build_attention(q, k, v, layout=layout, **options)
     return account(problem, planner.choose(problem))
 
 
-def shapes_only(batch: Any, seqlen: Any, seqlen_k: Any, heads: Any, heads_kv: Any, dim: Any, dim_v: Any, dtype: Any, layout: str) -> list[np.ndarray]:
+def shapes_only(sizes: dict[str, Any], dtype: np.dtype, layout: str) -> list[np.ndarray]:
     """q, k and v of the given sizes, as broadcast views of one element."""
-    batch, seqlen = checks.integer(batch, "batch", 0), checks.integer(seqlen, "seqlen", 0)
-    seqlen_k = seqlen if seqlen_k is None else checks.integer(seqlen_k, "seqlen_k", 0)
-    heads, dim = checks.integer(heads, "heads", 1), checks.integer(dim, "dim", 1)
-    heads_kv = heads if heads_kv is None else checks.integer(heads_kv, "heads_kv", 1)
-    dim_v = dim if dim_v is None else checks.integer(dim_v, "dim_v", 1)
+    may_be_zero = ("batch", "seqlen", "seqlen_k")
+    n = {name: checks.integer(size, name, low=0 if name in may_be_zero else 1) for name, size in sizes.items()}
     checks.choice(layout, "layout", problems.LAYOUTS)
-    one = np.zeros((), checks.out_dtype(dtype, np.dtype(np.float32)))
-    shapes = [(batch, seqlen, heads, dim), (batch, seqlen_k, heads_kv, dim), (batch, seqlen_k, heads_kv, dim_v)]
+    shapes = [
+        (n["batch"], n["seqlen"], n["heads"], n["dim"]),
+        (n["batch"], n["seqlen_k"], n["heads_kv"], n["dim"]),
+        (n["batch"], n["seqlen_k"], n["heads_kv"], n["dim_v"]),
+    ]
     if layout == "BHSD":
         shapes = [(b, h, s, d) for b, s, h, d in shapes]
-    return [np.broadcast_to(one, shape) for shape in shapes]
+    return [np.broadcast_to(np.zeros((), dtype), shape) for shape in shapes]
 
 
 def account(problem: Problem, plan: Plan) -> Explanation:
     """Count FLOPs and bytes of a problem."""
     item = problem.compute_dtype.itemsize
     pairs = problem.heads_q * visible_pairs(problem)
-    elements = np.prod(problem.q.shape, dtype=object) + np.prod(problem.out_shape, dtype=object)
-    elements += np.prod(problem.k.shape, dtype=object) + np.prod(problem.v.shape, dtype=object)
-    rows_times_keys = sum(s.q_length * s.kv_length for s in problem.sequences())
+    inputs = sum(math.prod(a.shape) * a.dtype.itemsize for a in (problem.q, problem.k, problem.v))
+    matrices = [s.q_length * s.kv_length * item for s in problem.sequences()]  # of one head
     return Explanation(
         flops=2 * pairs * (problem.head_dim + problem.head_dim_v), pairs=pairs,
-        scores_per_head=max((s.q_length * s.kv_length for s in problem.sequences()), default=0) * item,
-        scores_total=rows_times_keys * problem.heads_q * item, inputs_and_outputs=int(elements) * problem.q.dtype.itemsize,
-        workspace=plan.workspace, kernel=plan.kernel, backend=plan.backend, reason=plan.reason, tile=plan.tile, declined=plan.declined,
+        scores_per_head=max(matrices, default=0), scores_total=sum(matrices) * problem.heads_q,
+        inputs_and_outputs=inputs + math.prod(problem.out_shape) * problem.out_dtype.itemsize,
+        workspace=plan.workspace, kernel=plan.kernel, backend=plan.backend, reason=plan.reason, tile=plan.tile,
+        declined=plan.declined,
     )
 
 

@@ -26,7 +26,7 @@ def choose(problem: Problem) -> Plan:
             reason = decline(backend, problem, kernel)
             if reason is None:
                 plan = backend.plan(problem, kernel)
-                return dataclasses.replace(plan, declined=(*declined, *plan.declined))
+                return dataclasses.replace(plan, declined=(*declined, *plan.declined)) if declined else plan
             declined.append(f"{name}/{kernel}: {reason}")
     asked = f"kernel={problem.kernel!r}, backend={problem.backend!r}"
     raise NoBackendError(f"no backend can run this {problem.op} call ({asked}):\n  " + "\n  ".join(declined))

@@ -1,15 +1,15 @@
-"""Arguments -> Problem. Every argument error of the public API is raised here and in checks.py, before anything runs."""
+"""Arguments -> Problem. Every argument error of the API is raised here, in options.py or in checks.py, before anything runs."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
 from . import arrays, checks
+from . import options as opts
 from .types import ArrayView, Gradients, Problem
 
-# The options of attention(); the other public functions take a subset or add their own.
 LAYOUTS = ("BSHD", "BHSD")
 KERNELS = ("auto", "naive", "fa1", "fa2", "fa3", "decode")
 BACKENDS = ("cuda", "numba-cuda", "cpu", "reference")
@@ -18,104 +18,88 @@ BACKENDS = ("cuda", "numba-cuda", "cpu", "reference")
 def build_attention(q: Any, k: Any, v: Any, *, layout: str = "BSHD", page_table: Any = None, **options: Any) -> Problem:
     """Problem of attention(): dense arrays of 4, 3 or 2 axes, or dense q over paged k and v."""
     checks.choice(layout, "layout", LAYOUTS)
-    qv, kv, vv = checks.same_place_and_dtype(q=q, k=k, v=v)
-    q4 = canonical(qv, layout, "q")
-    paged = page_table is not None
-    if paged:
-        k4, v4 = canonical_pages(kv, layout, "k"), canonical_pages(vv, layout, "v")
-    else:
-        checks.same_rank(q=qv, k=kv, v=vv)
-        k4, v4 = canonical(kv, layout, "k"), canonical(vv, layout, "v")
-        if k4.shape[0] != q4.shape[0]:
-            raise ValueError(f"k: batch {k4.shape[0]} differs from q's {q4.shape[0]} (shapes q {qv.shape}, k {kv.shape}, layout {layout})")
-    batch, seqlen_q, heads_q, head_dim = q4.shape
-    checks.heads_and_dims(q4, k4, v4, layout)
-    problem = Problem(
-        q=q4, k=k4, v=v4, batch=batch, heads_q=heads_q, heads_kv=k4.shape[-2], head_dim=head_dim, head_dim_v=v4.shape[-1],
-        seqlen_q=seqlen_q, seqlen_k=k4.shape[1],
+    named = checks.same_place_and_dtype(q=q, k=k, v=v)
+    return with_options(dense("attention", named, layout, page_table), **options)
+
+
+def dense(op: Literal["attention", "decode"], named: dict[str, ArrayView], layout: str, page_table: Any) -> Problem:
+    """Arrays and sizes of a call on dense q and dense or paged keys and values, under the user's names for the three."""
+    q_name, k_name, v_name = named
+    canon = canonical_pages
+    if page_table is None:
+        checks.same_rank(**named)
+        canon = canonical
+    q, k, v = canonical(named[q_name], layout, q_name), canon(named[k_name], layout, k_name), canon(named[v_name], layout, v_name)
+    checks.heads_and_dims({q_name: q, k_name: k, v_name: v}, layout)
+    if page_table is None and k.shape[0] != q.shape[0]:
+        shapes = f"shapes {q_name} {named[q_name].shape}, {k_name} {named[k_name].shape}, layout={layout!r}"
+        raise ValueError(f"{k_name}: batch {k.shape[0]} differs from {q_name}'s {q.shape[0]} ({shapes})")
+    keys = {"seqlen_k": k.shape[1]} if page_table is None else pages(page_table, q.shape[0], k.shape[1])
+    return Problem(
+        q=q, k=k, v=v, batch=q.shape[0], heads_q=q.shape[2], heads_kv=k.shape[2], head_dim=q.shape[3], head_dim_v=v.shape[3],
+        seqlen_q=q.shape[1], op=op, **keys,
     )
-    if paged:
-        problem = with_page_table(problem, page_table)
-    return with_options(problem, layout=layout, **options)
 
 
 def build_varlen(
-    q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, *,
-    max_seqlen_q: int | None = None, max_seqlen_k: int | None = None, layout: str = "BSHD", page_table: Any = None, **options: Any,
+    q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, *, max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None, layout: str = "BSHD", page_table: Any = None, **options: Any,
 ) -> Problem:
     """Problem of attention_varlen(): sequences packed along one axis, (total, H, D), or (H, total, D) for layout BHSD."""
     checks.choice(layout, "layout", LAYOUTS)
-    qv, kv, vv = checks.same_place_and_dtype(q=q, k=k, v=v)
-    q3 = canonical_packed(qv, layout, "q")
-    paged = page_table is not None
-    canon = canonical_pages if paged else canonical_packed
-    k3, v3 = canon(kv, layout, "k"), canon(vv, layout, "v")
-    checks.heads_and_dims(q3, k3, v3, layout)
+    named = checks.same_place_and_dtype(q=q, k=k, v=v)
+    canon = canonical_packed if page_table is None else canonical_pages
+    q3, k3, v3 = canonical_packed(named["q"], layout, "q"), canon(named["k"], layout, "k"), canon(named["v"], layout, "v")
+    checks.heads_and_dims({"q": q3, "k": k3, "v": v3}, layout)
     cu_q = checks.cu_seqlens(cu_seqlens_q, "cu_seqlens_q", q3.shape[0], "q")
-    batch = cu_q.size - 1
-    longest_q = checks.max_seqlen(max_seqlen_q, "max_seqlen_q", cu_q)
-    cu_k = None
-    if paged:
-        if cu_seqlens_k is not None:
-            raise ValueError("cu_seqlens_k: must be None with page_table; the key lengths of a paged cache are kv_lengths")
-        longest_k = 0
-    else:
-        if cu_seqlens_k is None:
-            raise ValueError("cu_seqlens_k: got None; it is required unless page_table is given")
-        cu_k = checks.cu_seqlens(cu_seqlens_k, "cu_seqlens_k", k3.shape[0], "k")
-        if cu_k.size != cu_q.size:
-            raise ValueError(f"cu_seqlens_k: {cu_k.size} entries, but cu_seqlens_q has {cu_q.size}")
-        longest_k = checks.max_seqlen(max_seqlen_k, "max_seqlen_k", cu_k)
     problem = Problem(
-        q=q3, k=k3, v=v3, batch=batch, heads_q=q3.shape[1], heads_kv=k3.shape[-2], head_dim=q3.shape[2], head_dim_v=v3.shape[-1],
-        seqlen_q=longest_q, seqlen_k=longest_k, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k,
+        q=q3, k=k3, v=v3, batch=cu_q.size - 1, heads_q=q3.shape[1], heads_kv=k3.shape[-2], head_dim=q3.shape[2],
+        head_dim_v=v3.shape[-1], seqlen_q=checks.max_seqlen(max_seqlen_q, "max_seqlen_q", cu_q), cu_seqlens_q=cu_q,
     )
-    if paged:
-        problem = with_page_table(problem, page_table)
-    return with_options(problem, layout=layout, **options)
+    if page_table is not None:
+        for name, value in (("cu_seqlens_k", cu_seqlens_k), ("max_seqlen_k", max_seqlen_k)):
+            if value is not None:
+                raise ValueError(f"{name}: must be None with page_table; the key lengths of a paged cache are kv_lengths")
+        return with_options(problem.replace(**pages(page_table, problem.batch, k3.shape[1])), **options)
+    cu_k = checks.cu_seqlens(cu_seqlens_k, "cu_seqlens_k", k3.shape[0], "k")
+    if cu_k.size != cu_q.size:
+        raise ValueError(f"cu_seqlens_k: {cu_k.size} entries, but cu_seqlens_q has {cu_q.size}; both must be (batch + 1,)")
+    longest = checks.max_seqlen(max_seqlen_k, "max_seqlen_k", cu_k)
+    return with_options(problem.replace(cu_seqlens_k=cu_k, seqlen_k=longest), **options)
 
 
 def build_decode(
     q: Any, k_cache: Any, v_cache: Any, kv_lengths: Any, *, page_table: Any = None, k_new: Any = None, v_new: Any = None,
     rope: Any = None, cache_batch_index: Any = None, layout: str = "BSHD", **options: Any,
-) -> tuple[Problem, ArrayView | None, ArrayView | None]:
-    """Problem of decode() over the cache as it will be after the append, and the canonical k_new, v_new to append first."""
+) -> tuple[Problem, dict[str, ArrayView]]:
+    """Problem of decode() over the cache as it will be after the append; and k_new and v_new, canonical, if there are any."""
     for name, value in (("rope", rope), ("cache_batch_index", cache_batch_index)):
         if value is not None:
             raise NotImplementedError(f"{name}: this option of decode() is not supported yet")
-    if kv_lengths is None:
-        raise TypeError("kv_lengths: got None; decode() needs the number of keys in the cache of each sequence")
     if (k_new is None) != (v_new is None):
         missing, given = ("k_new", "v_new") if k_new is None else ("v_new", "k_new")
         raise ValueError(f"{missing}: missing; {given} was given, and the two are appended together")
-    if k_new is None:
-        return build_attention(q, k_cache, v_cache, layout=layout, page_table=page_table, kv_lengths=kv_lengths, **options).replace(op="decode"), None, None
-
-    qv, kc, vc, kn, vn = checks.same_place_and_dtype(q=q, k_cache=k_cache, v_cache=v_cache, k_new=k_new, v_new=v_new)
-    checks.same_rank(q=qv, k_new=kn, v_new=vn)
-    kn4, vn4 = canonical(kn, layout, "k_new"), canonical(vn, layout, "v_new")
-    lengths = arrays.host_index(kv_lengths, "kv_lengths")
-    # The capacity is checked before the problem is built, so that the message can speak of the append.
-    canon = canonical if page_table is None else canonical_pages
-    kc4, vc4 = canon(kc, layout, "k_cache"), canon(vc, layout, "v_cache")
-    checks.new_keys(kn4, vn4, kc4, vc4, canonical(qv, layout, "q").shape[0])
-    capacity = kc4.shape[1] if page_table is None else np.shape(page_table)[-1] * kc4.shape[1]
-    checks.append_fits(lengths, kn4.shape[1], capacity)
-    for name, cache in (("k_cache", kc4), ("v_cache", vc4)):
-        checks.writeable(cache, name)
-        for other_name, other in (("q", qv), ("k_new", kn), ("v_new", vn), ("v_cache" if name == "k_cache" else "k_cache", vc4 if name == "k_cache" else kc4)):
-            if arrays.overlap(cache, other):
-                raise ValueError(f"{name}: overlaps {other_name} in memory; the new keys and values are written to {name}")
-    options["kv_lengths"] = lengths + kn4.shape[1]
-    problem = build_attention(q, k_cache, v_cache, layout=layout, page_table=page_table, **options)
-    if problem.paged:
-        checks.pages_distinct(problem, lengths)
-    return problem.replace(op="decode"), kn4, vn4
+    checks.choice(layout, "layout", LAYOUTS)
+    new = {} if k_new is None else {"k_new": k_new, "v_new": v_new}
+    named = checks.same_place_and_dtype(q=q, k_cache=k_cache, v_cache=v_cache, **new)
+    problem = dense("decode", {name: named[name] for name in ("q", "k_cache", "v_cache")}, layout, page_table)
+    lengths = checks.lengths_before(kv_lengths, problem)
+    if not new:
+        return with_options(problem, kv_lengths=lengths, **options), {}
+    checks.same_rank(**{name: named[name] for name in ("q", "k_new", "v_new")})
+    new = {name: canonical(named[name], layout, name) for name in new}
+    count = checks.new_keys(new["k_new"], new["v_new"], problem)
+    checks.append_fits(lengths, count, problem.seqlen_k)
+    problem = with_options(problem, kv_lengths=lengths + count, **options)
+    checks.caches_can_be_written(problem, new)
+    if problem.paged and count:
+        checks.written_pages(problem, lengths)
+    return problem, new
 
 
 def build_backward(
-    dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, *, dlse: Any = None, deterministic: bool = False, varlen: tuple | None = None,
-    layout: str = "BSHD", **options: Any,
+    dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, *, dlse: Any = None, deterministic: bool = False,
+    varlen: tuple | None = None, layout: str = "BSHD", **options: Any,
 ) -> Problem:
     """Problem of attention_backward(), or of attention_varlen_backward() with ``varlen=(cu_q, cu_k, max_q, max_k)``."""
     if varlen is None:
@@ -123,49 +107,36 @@ def build_backward(
     else:
         cu_q, cu_k, max_q, max_k = varlen
         problem = build_varlen(q, k, v, cu_q, cu_k, max_seqlen_q=max_q, max_seqlen_k=max_k, layout=layout, **options)
-    canon = canonical if varlen is None else canonical_packed
-    lse_shape = problem.lse_shape if varlen is not None else user_lse_shape(problem, np.ndim(q))
-    views = {}
-    for name, array in (("dout", dout), ("out", out)):
-        a = checks.array_like(array, name, problem.q)
-        if a.array.ndim != np.ndim(q):
-            raise ValueError(f"{name}: shape {a.shape} has {a.array.ndim} axes, but q has {np.ndim(q)}")
-        a = canon(a, layout, name)
-        if a.shape != problem.out_shape:
-            raise ValueError(f"{name}: shape {a.shape} in axis order (batch, seqlen, heads, head size); it must be {problem.out_shape}")
-        arrays.check_float_dtype(a.dtype, name)
-        views[name] = a
-    for name, array in (("lse", lse), ("dlse", dlse)):
-        if array is None and name == "dlse":
-            views[name] = None
-            continue
-        a = checks.array_like(array, name, problem.q)
-        if a.shape != lse_shape or a.dtype != problem.compute_dtype:
-            raise ValueError(f"{name}: {a.dtype}{list(a.shape)}; it must be {problem.compute_dtype}{list(lse_shape)}")
-        views[name] = canonical_lse(a, problem)
     checks.flag(deterministic, "deterministic")
-    return problem.replace(
-        op="backward", out=views["out"], lse=views["lse"], dout=views["dout"], dlse=views["dlse"], deterministic=bool(deterministic),
-    )
+    ndim = np.ndim(q)
+    given = {"dout": dout, "out": out, "lse": lse, "dlse": dlse}
+    views = {name: checks.array_like(x, name, problem.q) for name, x in given.items() if x is not None or name != "dlse"}
+    out_shape, lse_shape = user_out_shape(problem, layout, ndim), user_lse_shape(problem, ndim)
+    for name, a in views.items():
+        checks.shape(a, name, out_shape if name in ("dout", "out") else lse_shape)
+        if name in ("dout", "out"):
+            arrays.check_float_dtype(a.dtype, name)
+            views[name] = canonical_out(a, layout, problem)
+        else:
+            checks.dtype(a, name, problem.compute_dtype)
+            views[name] = canonical_lse(a, problem)
+    return problem.replace(op="backward", deterministic=bool(deterministic), **views)
 
 
-def with_page_table(problem: Problem, page_table: Any) -> Problem:
-    """Add the page table of a paged cache; its used entries are checked once the lengths are known."""
+def pages(page_table: Any, batch: int, page_size: int) -> dict[str, Any]:
+    """The fields of a problem on a paged cache; the table's used entries are checked once the lengths are known."""
     table = arrays.host_index(page_table, "page_table")
-    if table.ndim != 2 or table.shape[0] != problem.batch:
-        raise ValueError(f"page_table: shape {table.shape}; it must be (batch, max_pages) with batch {problem.batch}")
-    page_size = problem.k.shape[1]
-    if page_size < 1:
-        raise ValueError(f"k: pages of {page_size} keys (shape {problem.k.shape}); the page size must be at least 1")
-    return problem.replace(page_table=table, page_size=page_size, seqlen_k=table.shape[1] * page_size)
+    if table.ndim != 2 or table.shape[0] != batch:
+        raise ValueError(f"page_table: shape {table.shape}; it must be (batch, max_pages) with batch {batch}")
+    return {"page_table": table, "page_size": page_size, "seqlen_k": table.shape[1] * page_size}
 
 
 def with_options(
-    problem: Problem, *, layout: str, causal: bool | str = False, window: Any = None, scale: Any = None, softcap: float | None = None,
+    problem: Problem, *, causal: bool | str = False, window: Any = None, scale: Any = None, softcap: float | None = None,
     bias: Any = None, mask: Any = None, alibi_slopes: Any = None, sinks: Any = None, score: str = "dot", score_mod: Any = None,
-    mask_mod: Any = None, mod_args: Any = None, kv_lengths: Any = None, kv_start: Any = None, q_scale: Any = None, k_scale: Any = None,
-    v_scale: Any = None, precision: str | None = None, num_splits: int | None = None, batch_invariant: bool = False, out_dtype: Any = None,
-    kernel: str = "auto", backend: str | None = None, stream: Any = None,
+    mask_mod: Any = None, mod_args: Any = None, kv_lengths: Any = None, kv_start: Any = None, q_scale: Any = None,
+    k_scale: Any = None, v_scale: Any = None, precision: str | None = None, num_splits: int | None = None,
+    batch_invariant: bool = False, out_dtype: Any = None, kernel: str = "auto", backend: str | None = None, stream: Any = None,
 ) -> Problem:
     """Check every option that is not an array of the result and fold it into the problem."""
     for name, value in (("q_scale", q_scale), ("k_scale", k_scale), ("v_scale", v_scale)):
@@ -175,40 +146,34 @@ def with_options(
     checks.choice(kernel, "kernel", KERNELS)
     if backend is not None:
         checks.choice(backend, "backend", BACKENDS)
-    checks.backend_takes(backend, problem.q)
+        opts.backend_takes(backend, problem.q)
     if precision is not None:
         checks.choice(precision, "precision", ("tf32",))
-    if stream is not None and problem.q.device == arrays.HOST:
-        raise TypeError("stream: the arrays are in host memory, where there are no streams; allowed is None")
+    opts.stream(stream, problem.q)
     if num_splits is not None:
         num_splits = checks.integer(num_splits, "num_splits", low=1)
     checks.flag(batch_invariant, "batch_invariant")
-    is_causal, align = checks.causal(causal)
-    problem = problem.replace(
-        causal=is_causal, align=align, window=checks.window(window, is_causal), score=score,
-        scale=checks.scale(scale, score, problem.head_dim), softcap=checks.softcap(softcap),
-        score_mod=checks.modifier(score_mod, "score_mod"), mask_mod=checks.modifier(mask_mod, "mask_mod"),
-        mod_args=checks.mod_args(mod_args, score_mod, mask_mod), alibi_slopes=checks.alibi(alibi_slopes, problem),
-        sinks=checks.sinks(sinks, problem.heads_q), precision=precision, num_splits=num_splits, batch_invariant=bool(batch_invariant),
-        out_dtype=checks.out_dtype(out_dtype, problem.q.dtype), kernel=kernel, backend=backend, stream=stream,
-    )
-    problem = with_lengths(problem, kv_lengths, kv_start)
+    is_causal, align = opts.causal(causal)
+    changes: dict[str, Any] = with_lengths(problem, kv_lengths, kv_start)
     if bias is not None:
-        view, shape = checks.bias(bias, problem)
-        problem = problem.replace(bias=view, bias_shape=shape)
+        changes["bias"], changes["bias_shape"] = opts.bias(bias, problem)
     if mask is not None:
-        view, is_tail = checks.mask(mask, problem)
-        problem = problem.replace(mask=view, mask_is_tail=is_tail)
-    return problem
+        changes["mask"], changes["mask_is_tail"] = opts.mask(mask, problem, changes["kv_lengths"])
+    return problem.replace(
+        causal=is_causal, align=align, window=opts.window(window, is_causal), score=score,
+        scale=opts.scale(scale, score, problem.head_dim), softcap=opts.softcap(softcap),
+        score_mod=opts.modifier(score_mod, "score_mod"), mask_mod=opts.modifier(mask_mod, "mask_mod"),
+        mod_args=opts.mod_args(mod_args, score_mod, mask_mod), alibi_slopes=opts.alibi(alibi_slopes, problem),
+        sinks=opts.sinks(sinks, problem.heads_q), precision=precision, num_splits=num_splits,
+        batch_invariant=bool(batch_invariant),
+        out_dtype=problem.q.dtype if out_dtype is None else opts.dtype(out_dtype, "out_dtype"), kernel=kernel, backend=backend,
+        stream=stream, **changes,
+    )
 
 
-def with_lengths(problem: Problem, kv_lengths: Any, kv_start: Any) -> Problem:
-    """Check kv_lengths, kv_start and the page table entries that they make used."""
-    if problem.cu_seqlens_k is not None:
-        limit, what = np.diff(problem.cu_seqlens_k), "the sequence's keys"
-    else:
-        what = "the capacity of its page table row" if problem.paged else "the keys of k"
-        limit = np.full(problem.batch, problem.seqlen_k)
+def with_lengths(problem: Problem, kv_lengths: Any, kv_start: Any) -> dict[str, Any]:
+    """Checked kv_lengths and kv_start, and the page table entries that they make used."""
+    limit, what = checks.capacity(problem)
     if kv_lengths is not None:
         kv_lengths = checks.per_sequence(kv_lengths, "kv_lengths", problem.batch, limit, what)
     elif problem.paged:
@@ -216,35 +181,36 @@ def with_lengths(problem: Problem, kv_lengths: Any, kv_start: Any) -> Problem:
     if kv_start is not None:
         upper = limit if kv_lengths is None else kv_lengths
         kv_start = checks.per_sequence(kv_start, "kv_start", problem.batch, upper, "the keys of the sequence")
-    problem = problem.replace(kv_lengths=kv_lengths, kv_start=kv_start)
     if problem.paged:
-        checks.used_pages(problem)
-    return problem
+        checks.used_pages(problem, kv_lengths)
+    return {"kv_lengths": kv_lengths, "kv_start": kv_start}
 
 
-def with_outputs(problem: Problem, out: Any, lse: Any, return_lse: bool, layout: str, ndim: int) -> tuple[Problem, Any, Any]:
+def with_outputs(
+    problem: Problem, out: Any, lse: Any, return_lse: bool, layout: str, ndim: int, inputs: dict[str, ArrayView] | None = None,
+) -> tuple[Problem, Any, Any]:
     """Check or allocate the results; returns the problem and the arrays to hand back, in the user's shape.
 
-    ``ndim`` is the number of axes of the user's q.
+    ``ndim`` is the number of axes of the user's q, ``inputs`` are those that the problem does not hold.
     """
     checks.flag(return_lse, "return_lse")
     out_shape = user_out_shape(problem, layout, ndim)
-    lse_shape = problem.lse_shape if problem.varlen else user_lse_shape(problem, ndim)
     if out is None:
         out = arrays.empty(out_shape, problem.out_dtype, problem.q)
         out_view = arrays.view(out, "out")
     else:
-        out_view = checks.output(out, "out", out_shape, problem.out_dtype, problem)
-    canon = canonical_packed if problem.varlen else canonical
-    problem = problem.replace(out=canon(out_view, layout, "out"))
-    if lse is None and return_lse:
-        lse = arrays.empty(lse_shape, problem.compute_dtype, problem.q)
-        problem = problem.replace(lse=canonical_lse(arrays.view(lse, "lse"), problem))
-    elif lse is not None:
-        lse_view = checks.output(lse, "lse", lse_shape, problem.compute_dtype, problem)
+        out_view = checks.output(out, "out", out_shape, problem.out_dtype, problem, inputs or {})
+    lse_view = None
+    if lse is not None:
+        lse_view = checks.output(lse, "lse", user_lse_shape(problem, ndim), problem.compute_dtype, problem, inputs or {})
         if arrays.overlap(lse_view, out_view):
-            raise ValueError("lse: overlaps out in memory")
-        problem = problem.replace(lse=canonical_lse(lse_view, problem))
+            raise ValueError("lse: overlaps out in memory; results need a buffer of their own")
+    elif return_lse:
+        lse = arrays.empty(user_lse_shape(problem, ndim), problem.compute_dtype, problem.q)
+        lse_view = arrays.view(lse, "lse")
+    problem = problem.replace(
+        out=canonical_out(out_view, layout, problem), lse=None if lse_view is None else canonical_lse(lse_view, problem),
+    )
     return problem, out, lse
 
 
@@ -253,17 +219,18 @@ def with_arrays(problem: Problem, q: Any, k: Any, v: Any, layout: str, ndim: int
     fresh: dict[str, ArrayView] = {}
     for name, array, planned in (("q", q, problem.q), ("k", k, problem.k), ("v", v, problem.v)):
         a = arrays.view(array, name)
-        if len(a.shape) != (ndim if name == "q" or not problem.paged else 4):
-            raise ValueError(f"{name}: shape {a.shape}; this plan was made for arrays of {ndim} axes")
-        a = canonical_pages(a, layout, name) if problem.paged and name != "q" else canonical(a, layout, name)
+        paged = problem.paged and name != "q"
+        axes = 4 if paged else ndim
+        if len(a.shape) != axes:
+            raise ValueError(f"{name}: shape {a.shape}; this plan was made for an array of {axes} axes")
+        a = canonical_pages(a, layout, name) if paged else canonical(a, layout, name)
         if a.layout_key != planned.layout_key:
             raise ValueError(
                 f"{name}: shape {a.shape}, strides {a.strides}, {a.dtype}, {arrays.where(a)}; this plan was made for "
                 f"shape {planned.shape}, strides {planned.strides}, {planned.dtype}, {arrays.where(planned)}"
             )
         fresh[name] = a
-    if stream is not None and problem.q.device == arrays.HOST:
-        raise TypeError("stream: the arrays are in host memory, where there are no streams; allowed is None")
+    opts.stream(stream, problem.q)
     return problem.replace(stream=stream if stream is not None else problem.stream, **fresh)
 
 
@@ -287,11 +254,11 @@ def canonical(a: ArrayView, layout: str, name: str) -> ArrayView:
     ndim = len(a.shape)
     if ndim == 2:
         return arrays.expand(arrays.expand(a, 0), 2)
-    if ndim == 3:
-        a, ndim = arrays.expand(a, 0), 4
-    if ndim != 4:
+    if ndim not in (3, 4):
         forms = "(B, S, H, D), (S, H, D)" if layout == "BSHD" else "(B, H, S, D), (H, S, D)"
-        raise ValueError(f"{name}: shape {a.shape} has {ndim} axes; allowed are {forms} or (S, D) for layout {layout}")
+        raise ValueError(f"{name}: shape {a.shape} has {ndim} axes; allowed are {forms} or (S, D) for layout {layout!r}")
+    if ndim == 3:
+        a = arrays.expand(a, 0)
     return a if layout == "BSHD" else arrays.transpose(a, (0, 2, 1, 3))
 
 
@@ -299,16 +266,25 @@ def canonical_packed(a: ArrayView, layout: str, name: str) -> ArrayView:
     """A varlen array in axis order (total, H, D)."""
     if len(a.shape) != 3:
         form = "(total, H, D)" if layout == "BSHD" else "(H, total, D)"
-        raise ValueError(f"{name}: shape {a.shape} has {len(a.shape)} axes; it must be {form} for layout {layout}")
+        raise ValueError(f"{name}: shape {a.shape} has {len(a.shape)} axes; it must be {form} for layout {layout!r}")
     return a if layout == "BSHD" else arrays.transpose(a, (1, 0, 2))
 
 
 def canonical_pages(a: ArrayView, layout: str, name: str) -> ArrayView:
     """A paged cache in axis order (pages, page_size, H, D)."""
+    form = "(pages, page_size, H, D)" if layout == "BSHD" else "(pages, H, page_size, D)"
     if len(a.shape) != 4:
-        form = "(pages, page_size, H, D)" if layout == "BSHD" else "(pages, H, page_size, D)"
-        raise ValueError(f"{name}: shape {a.shape} has {len(a.shape)} axes; with page_table it must be {form} for layout {layout}")
-    return a if layout == "BSHD" else arrays.transpose(a, (0, 2, 1, 3))
+        came = f"shape {a.shape} has {len(a.shape)} axes"
+        raise ValueError(f"{name}: {came}; with page_table it must be {form} for layout {layout!r}")
+    turned = a if layout == "BSHD" else arrays.transpose(a, (0, 2, 1, 3))
+    if turned.shape[1] < 1:
+        raise ValueError(f"{name}: shape {a.shape}, {form} for layout {layout!r}; the page size must be at least 1")
+    return turned
+
+
+def canonical_out(a: ArrayView, layout: str, problem: Problem) -> ArrayView:
+    """An array of the user's out shape in axis order (B, S, H, Dv), or (total_q, H, Dv) for varlen."""
+    return (canonical_packed if problem.varlen else canonical)(a, layout, "out")
 
 
 def canonical_lse(a: ArrayView, problem: Problem) -> ArrayView:
@@ -330,6 +306,4 @@ def user_out_shape(problem: Problem, layout: str, ndim: int) -> tuple[int, ...]:
 
 def user_lse_shape(problem: Problem, ndim: int) -> tuple[int, ...]:
     """Shape of ``lse`` for the number of axes that q came in."""
-    return problem.lse_shape[4 - ndim:]
-
-
+    return problem.lse_shape if problem.varlen else problem.lse_shape[4 - ndim :]

@@ -38,8 +38,9 @@ class ArrayView:
 
     @property
     def layout_key(self) -> tuple:
-        """What a plan depends on: everything but the address."""
-        return (self.shape, self.strides, self.dtype.str if self.dtype.kind != "V" else self.dtype.name, self.kind, self.device)
+        """What a plan depends on: everything but the address, and but strides that lead nowhere (axes of length 1)."""
+        strides = tuple(stride if n > 1 else 0 for n, stride in zip(self.shape, self.strides, strict=True))
+        return (self.shape, strides, self.dtype.str if self.dtype.kind != "V" else self.dtype.name, self.kind, self.device)
 
 
 class Sequence(NamedTuple):

@@ -1,0 +1,183 @@
+"""Checks of the options of attention(): each raises in the user's words or returns the clean value."""
+
+from __future__ import annotations
+
+import keyword
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from . import arrays, checks
+from .types import UNBOUNDED, ArrayView, Problem
+
+
+def causal(value: Any) -> tuple[bool, str]:
+    """causal=False, True, "bottom_right" or "upper_left"."""
+    if isinstance(value, bool | np.bool_):
+        return bool(value), "bottom_right"
+    allowed = ("bottom_right", "upper_left")
+    if not isinstance(value, str) or value not in allowed:
+        error = ValueError if isinstance(value, str) else TypeError
+        raise error(f"causal: got {value!r}; allowed are False, True, {', '.join(map(repr, allowed))}")
+    return True, value
+
+
+def window(value: Any, is_causal: bool) -> tuple[int, int]:
+    """window=(left, right), inclusive, -1 or None unbounded; causal caps the right side at 0."""
+    if value is None:
+        sides = [UNBOUNDED, UNBOUNDED]
+    else:
+        try:
+            sides = list(value)
+        except TypeError:
+            raise TypeError(f"window: got {value!r}; it must be (left, right) or None") from None
+        if len(sides) != 2:
+            raise ValueError(f"window: got {value!r}; it must have two entries, (left, right)")
+        sides = [UNBOUNDED if s is None else checks.integer(s, "window", low=UNBOUNDED) for s in sides]
+        sides = [UNBOUNDED if s > 2**62 else s for s in sides]  # beyond any position, and i + s still fits an int64
+    if is_causal:
+        sides[1] = 0
+    return sides[0], sides[1]
+
+
+def scale(value: Any, score: str, head_dim: int) -> float | np.ndarray:
+    """The softmax scale: 1/sqrt(D) for dot products (Vaswani et al. 2017, eq. 1), 1 for squared distances, by default."""
+    if value is None:
+        return 1.0 if score == "sqdist" else 1.0 / math.sqrt(head_dim)
+    if not isinstance(value, list | tuple) and np.ndim(value) == 0:
+        return checks.real(value, "scale")
+    vector = arrays.host_floats(value, "scale")
+    if score != "sqdist":
+        raise ValueError(f"scale: shape {vector.shape}; an array (D,) is allowed only with score='sqdist'")
+    if vector.shape != (head_dim,):
+        raise ValueError(f"scale: shape {vector.shape}; it must be a number or ({head_dim},), one factor an element of the head")
+    if not np.isfinite(vector).all():
+        raise ValueError(f"scale: got {vector}; every factor must be finite")
+    return vector
+
+
+def softcap(value: Any) -> float:
+    """softcap > 0, or None for no cap."""
+    if value is None:
+        return 0.0
+    cap = checks.real(value, "softcap")
+    if cap <= 0:
+        raise ValueError(f"softcap: got {cap}; it must be above 0, or None for no cap")
+    return cap
+
+
+def modifier(value: Any, name: str) -> str | Callable | None:
+    """score_mod or mask_mod: a Python callable (host backends) or a CUDA expression (CUDA backends)."""
+    if value is None or isinstance(value, str) or callable(value):
+        return value
+    raise TypeError(f"{name}: got {value!r}; it must be a callable on NumPy arrays, a CUDA expression as str, or None")
+
+
+def mod_args(value: Any, score_mod: Any, mask_mod: Any) -> Mapping[str, Any]:
+    """mod_args: names that score_mod and mask_mod may use."""
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        raise TypeError(f"mod_args: got {type(value).__qualname__}; it must be a dict from name to number or array")
+    if score_mod is None and mask_mod is None:
+        raise ValueError(f"mod_args: got {', '.join(map(str, value)) or '{}'}, but no score_mod or mask_mod that could use it")
+    for key in value:
+        if not isinstance(key, str) or not key.isidentifier() or keyword.iskeyword(key):
+            raise ValueError(f"mod_args: {key!r} is not a name; every key must be one")
+        if key in ("s", "b", "h", "i", "j"):
+            raise ValueError(f"mod_args: {key!r} is taken; every name but s, b, h, i and j is allowed")
+    return dict(value)
+
+
+def alibi(value: Any, problem: Problem) -> np.ndarray | None:
+    """ALiBi slopes (Hq,) or (B, Hq), as (B, Hq) float64."""
+    if value is None:
+        return None
+    slopes = arrays.host_floats(value, "alibi_slopes")
+    full = (problem.batch, problem.heads_q)
+    if slopes.shape not in (full, full[1:]):
+        raise ValueError(f"alibi_slopes: shape {slopes.shape}; it must be {full[1:]}, one slope a query head, or {full}")
+    if not np.isfinite(slopes).all():
+        raise ValueError(f"alibi_slopes: got {slopes}; every slope must be finite")
+    return np.ascontiguousarray(np.broadcast_to(slopes, full))
+
+
+def sinks(value: Any, heads_q: int) -> np.ndarray | None:
+    """Attention sinks (Hq,): one extra logit a head that has no value. -inf means none."""
+    if value is None:
+        return None
+    logits = arrays.host_floats(value, "sinks")
+    if logits.shape != (heads_q,):
+        raise ValueError(f"sinks: shape {logits.shape}; it must be ({heads_q},), one logit a query head")
+    if np.isnan(logits).any() or (logits == np.inf).any():
+        raise ValueError(f"sinks: got {logits}; every logit must be finite or -inf")
+    return logits
+
+
+def dtype(value: Any, name: str) -> np.dtype:
+    """A floating dtype that attention takes, by whatever name NumPy knows it."""
+    try:
+        found = np.dtype(value)
+    except (TypeError, ValueError):
+        raise TypeError(f"{name}: got {value!r}, which is no dtype; allowed are {', '.join(arrays.FLOATS)}") from None
+    arrays.check_float_dtype(found, name)
+    return found
+
+
+def backend_takes(backend: str, q: ArrayView) -> None:
+    """A backend must be able to reach the memory that the arrays are in; nothing is moved silently."""
+    on_gpu = q.device != arrays.HOST
+    if on_gpu and backend in ("cpu", "reference"):
+        raise TypeError(f"backend: {backend!r} takes NumPy arrays, but q is in {arrays.where(q)}; convert by cupy.asnumpy(x)")
+    if not on_gpu and backend in ("cuda", "numba-cuda"):
+        raise TypeError(f"backend: {backend!r} takes GPU arrays, but q is in {arrays.where(q)}; convert by cupy.asarray(x)")
+
+
+def stream(value: Any, q: ArrayView) -> None:
+    """Streams order the work on a GPU; host memory has none."""
+    if value is not None and q.device == arrays.HOST:
+        raise TypeError(f"stream: got {value!r}, but the arrays are in host memory, where there are no streams; allowed is None")
+
+
+def bias(value: Any, problem: Problem) -> tuple[ArrayView, tuple[int, ...]]:
+    """Additive bias, float32 or q's dtype, broadcast to (B, Hq, Sq, Sk)."""
+    a = checks.array_like(value, "bias", problem.q)
+    if a.dtype not in (np.dtype(np.float32), problem.q.dtype):
+        allowed = "float32" if problem.q.dtype == np.float32 else f"float32 and {problem.q.dtype} (q's)"
+        hint = "; a boolean array is a mask: pass mask=" if a.dtype == np.bool_ else ""
+        raise TypeError(f"bias: dtype {a.dtype}; allowed are {allowed}{hint}")
+    return broadcast_rows(a, "bias", problem, columns=problem.seqlen_k), a.shape
+
+
+def mask(value: Any, problem: Problem, kv_lengths: np.ndarray | None) -> tuple[ArrayView, bool]:
+    """Boolean mask, True = visible, broadcast to (B, Hq, Sq, Sk), or with Sq columns for the last Sq keys.
+
+    Returns the view and whether it covers the last Sq keys only.
+    """
+    a = checks.array_like(value, "mask", problem.q)
+    if a.dtype != np.bool_:
+        hint = "an additive mask is a bias: pass bias=" if arrays.is_float(a.dtype) else "convert it by mask.astype(bool)"
+        raise TypeError(f"mask: dtype {a.dtype}; it must be bool, True = visible ({hint})")
+    columns = a.shape[-1] if a.shape else 1
+    is_tail = columns == problem.seqlen_q and columns not in (1, problem.seqlen_k)
+    if is_tail:
+        if problem.varlen:
+            allowed = f"with cu_seqlens it must have 1 or {problem.seqlen_k} (the longest key sequence)"
+            raise ValueError(f"mask: shape {a.shape} has {columns} columns; {allowed}")
+        shortest = problem.seqlen_k if kv_lengths is None else int(kv_lengths.min(initial=problem.seqlen_k))
+        if columns > shortest:
+            came = f"shape {a.shape} has {columns} columns, for the last {columns} keys"
+            raise ValueError(f"mask: {came}, but a sequence has only {shortest}; it must have 1 or {problem.seqlen_k} columns")
+    return broadcast_rows(a, "mask", problem, columns=columns if is_tail else problem.seqlen_k), is_tail
+
+
+def broadcast_rows(a: ArrayView, name: str, problem: Problem, columns: int) -> ArrayView:
+    """Broadcast a bias or mask to (B, Hq, Sq, columns)."""
+    target = (problem.batch, problem.heads_q, problem.seqlen_q, columns)
+    shape = (1,) * (4 - len(a.shape)) + a.shape
+    if len(a.shape) > 4 or any(n not in (1, t) for n, t in zip(shape, target, strict=True)):
+        what = "(B, Hq, max_seqlen_q, max_seqlen_k)" if problem.varlen else "(B, Hq, Sq, Sk)"
+        raise ValueError(f"{name}: shape {a.shape}; it must broadcast to {target}, {what}")
+    return arrays.broadcast(a, target)

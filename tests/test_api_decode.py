@@ -1,0 +1,215 @@
+"""decode(): what it appends, and that a call which is refused changes nothing that the user owns."""
+
+from __future__ import annotations
+
+import copy
+
+import numpy as np
+import pytest
+from refusal import refused
+
+import cuflash
+
+RNG = np.random.default_rng(11)
+FORMS = ["dense", "paged", "dense BHSD", "paged BHSD"]
+
+
+def normal(*shape: int) -> np.ndarray:
+    return RNG.standard_normal(shape).astype(np.float32)
+
+
+class State:
+    """Two sequences in a cache of 8 keys each, dense or in pages of 4, with new keys; everything that a call might spoil."""
+
+    def __init__(self, form: str = "dense", new: int = 2, lengths=(3, 5)):
+        self.layout = "BHSD" if "BHSD" in form else "BSHD"
+        table = np.array([[4, 1], [0, 2]], np.int32) if "paged" in form else None
+        # Slack in front and behind shows writes outside of the cache.
+        shape = (7, 4, 2) if table is not None else (4, 8, 2)
+        self.k_memory, self.v_memory = normal(*shape, 8), normal(*shape, 6)
+        self.arrays = {
+            "q": normal(2, new or 1, 4, 8), "k_cache": self.k_memory[1:-1], "v_cache": self.v_memory[1:-1],
+            "kv_lengths": np.array(lengths), "k_new": normal(2, new, 2, 8), "v_new": normal(2, new, 2, 6),
+        }  # fmt: skip
+        if self.layout == "BHSD":
+            for name in ("q", "k_cache", "v_cache", "k_new", "v_new"):
+                self.arrays[name] = self.arrays[name].swapaxes(1, 2)
+        if table is not None:
+            self.arrays["page_table"] = table
+
+    def decode(self, **changed):
+        return cuflash.decode(**{**self.arrays, "layout": self.layout, "backend": "reference", **changed})
+
+    def everything(self) -> dict[str, np.ndarray]:
+        return {**self.arrays, "k_memory": self.k_memory, "v_memory": self.v_memory}
+
+    def refuses(self, error: type[Exception], *pieces: str, **changed) -> None:
+        """The call raises, and no byte of any array differs afterwards."""
+        before = copy.deepcopy(self.everything())
+        given = copy.deepcopy({name: x for name, x in changed.items() if isinstance(x, np.ndarray)})
+        with refused(error, *pieces):
+            self.decode(**changed)
+        for name, array in self.everything().items():
+            assert np.array_equal(array, before[name]), name
+        for name, array in given.items():
+            assert np.array_equal(array, changed[name]), name
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("new", [0, 1, 3])
+def test_decode_is_attention_over_old_and_new_keys(form, new):
+    state = State(form, new)
+    lengths = state.arrays["kv_lengths"].copy()
+    k_before, v_before = state.k_memory.copy(), state.v_memory.copy()
+    out, lse = state.decode(causal=True, return_lse=True)
+    assert np.array_equal(state.arrays["kv_lengths"], lengths), "kv_lengths is not modified"
+
+    changed = [np.any(a != b, axis=(2, 3)).sum() for a, b in ((state.k_memory, k_before), (state.v_memory, v_before))]
+    assert changed == [2 * new, 2 * new], "exactly the new rows were written"
+    after = {**state.arrays, "kv_lengths": lengths + new}
+    k, v = after.pop("k_cache"), after.pop("v_cache")
+    q, k_new, v_new = (after.pop(name) for name in ("q", "k_new", "v_new"))
+    expected = cuflash.attention(q, k, v, causal=True, return_lse=True, layout=state.layout, backend="reference", **after)
+    assert np.array_equal(out, expected[0]) and np.array_equal(lse, expected[1])
+    to_bshd = (0, 2, 1, 3) if state.layout == "BHSD" else (0, 1, 2, 3)
+    for cache, added in ((k.transpose(to_bshd), k_new.transpose(to_bshd)), (v.transpose(to_bshd), v_new.transpose(to_bshd))):
+        for b in range(2):
+            whole = cache[b] if "page_table" not in after else cache[after["page_table"][b]].reshape(8, 2, -1)
+            assert np.array_equal(whole[lengths[b] : lengths[b] + new], added[b])
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_lengths_that_do_not_fit_change_nothing(form):
+    state = State(form)
+    state.refuses(ValueError, "kv_lengths:", "7 keys at index 1 plus 2", "of 8", "nothing was written", kv_lengths=[3, 7])
+    state.refuses(ValueError, "kv_lengths:", "9 at index 0", "from 0 to 8", kv_lengths=[9, 1])
+    state.refuses(ValueError, "kv_lengths:", "-1 at index 0", "from 0 to 8", kv_lengths=[-1, 1])
+    state.refuses(ValueError, "kv_lengths:", "-2 at index 1", "from 0 to 8", kv_lengths=np.array([1, -2]))
+    state.refuses(ValueError, "kv_lengths:", f"{2**63 - 1} at index 0", kv_lengths=[2**63 - 1, 0])
+    state.refuses(ValueError, "kv_lengths:", "(3,)", "(2,)", kv_lengths=[1, 1, 1])
+    state.refuses(TypeError, "kv_lengths:", "float64", "integer", kv_lengths=[1.0, 1.0])
+    state.refuses(TypeError, "kv_lengths:", "None", "number of keys", kv_lengths=None)
+    name = "page table row" if "paged" in form else "keys of k_cache"
+    state.refuses(ValueError, "kv_lengths:", name, kv_lengths=[9, 9], k_new=None, v_new=None)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_new_keys_that_do_not_fit_change_nothing(form):
+    state = State(form)
+    k_new, v_new = state.arrays["k_new"], state.arrays["v_new"]
+    state.refuses(ValueError, "v_new: missing", "k_new was given", v_new=None)
+    state.refuses(ValueError, "k_new: missing", "v_new was given", k_new=None)
+    state.refuses(ValueError, "k_new:", "batch 1", "q's 2", k_new=k_new[:1], v_new=v_new[:1])
+    state.refuses(ValueError, "v_new:", "differs from k_new's", v_new=v_new[:, :1])
+    state.refuses(ValueError, "k_new:", "(2, 7)", "cache's (2, 8)", k_new=k_new[..., :7])
+    state.refuses(ValueError, "v_new:", "(2, 8)", "cache's (2, 6)", v_new=k_new)
+    state.refuses(ValueError, "k_new:", "3 axes", "q (2, ", k_new=k_new[0])
+    state.refuses(TypeError, "k_new:", "float64", "q's float32", k_new=k_new.astype(np.float64))
+    state.refuses(TypeError, "v_new:", "list", "NumPy", v_new=v_new.tolist())
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_caches_that_cannot_be_written_change_nothing(form):
+    state = State(form)
+    k_cache, v_cache, k_new = (state.arrays[name] for name in ("k_cache", "v_cache", "k_new"))
+    frozen = k_cache.view()
+    frozen.flags.writeable = False
+    state.refuses(ValueError, "k_cache:", "read-only", "writeable", k_cache=frozen)
+    state.refuses(ValueError, "k_cache:", "head size 7", "q's 8", k_cache=k_cache[..., :7])
+    state.refuses(ValueError, "v_cache:", "differs from k_cache's", v_cache=v_cache[1:])
+    state.refuses(TypeError, "v_cache:", "float64", "q's float32", v_cache=v_cache.astype(np.float64))
+    state.refuses(ValueError, "k_cache:", "overlaps k_new", "written to k_cache", k_new=k_cache[:2, :2, :2])
+    state.refuses(ValueError, "v_cache:", "overlaps v_new", "written to v_cache", v_new=v_cache[:2, :2, :2])
+    state.refuses(ValueError, "k_cache:", "overlaps v_cache", v_cache=k_cache, v_new=k_new)
+    state.refuses(ValueError, "k_cache:", "overlaps bias", bias=k_cache[0, 0, :1, :1])
+
+
+def test_results_must_not_overlap_what_is_appended_or_the_caches():
+    state = State()
+    fused, caches = normal(2, 2, 6, 8), normal(2, 8, 8, 8)
+    given = {"k_new": fused[:, :, :2], "v_new": fused[:, :, :2].copy(), "k_cache": caches[:, :, :2], "v_cache": caches[:, :, 4:6]}
+    state.refuses(ValueError, "out:", "overlaps k_new", "buffer of their own", **given, out=fused[:, :, 1:5])
+    state.refuses(ValueError, "out:", "overlaps v_cache", "buffer of their own", **given, out=caches[:, :2, 2:6])
+    out = fused[:, :, 2:]
+    assert state.decode(**given, out=out) is out, "interleaved, but with no element in common"
+
+
+def test_a_fused_cache_of_keys_and_values_is_fine():
+    plain, fused = State(), State()
+    memory = np.zeros((2, 8, 2, 2, 8), np.float32)
+    memory[:, :, 0], memory[:, :, 1, :, :6] = plain.arrays["k_cache"], plain.arrays["v_cache"]
+    given = {**plain.arrays, "k_cache": memory[:, :, 0], "v_cache": memory[:, :, 1, :, :6]}
+    assert np.array_equal(fused.decode(**given), plain.decode())
+    assert np.array_equal(memory[:, :, 0], plain.arrays["k_cache"]) and not memory[:, :, 1, :, 6:].any()
+
+
+@pytest.mark.parametrize(
+    ("table", "lengths", "pieces"),
+    [
+        ([[4, 1], [0, 1]], (4, 5), ("[0, 1] is page 1", "entry [1, 1] uses it too")),
+        ([[4, 1], [4, 2]], (3, 4), ("[0, 0] is page 4", "entry [1, 0] uses it too")),
+        ([[4, 4], [0, 2]], (4, 4), ("[0, 1] is page 4", "entry [0, 0] uses it too")),
+        ([[4, 5], [0, 2]], (3, 4), ("[0, 1] is 5", "5 pages (0 to 4)")),
+        ([[-1, 1], [0, 2]], (3, 4), ("[0, 0] is -1", "5 pages (0 to 4)")),
+    ],
+)
+def test_pages_that_take_new_keys_belong_to_one_sequence(table, lengths, pieces):
+    """Else an append would change keys that another sequence sees; full pages of a common prefix may be shared."""
+    State("paged", lengths=lengths).refuses(ValueError, "page_table:", *pieces, page_table=np.array(table))
+
+
+def test_full_pages_may_be_shared_and_unused_entries_may_be_anything():
+    state = State("paged", lengths=(4, 4))
+    shared = np.array([[4, 1, -7, 10**9], [4, 2, 4, 1]])
+    copies = {name: _with_copy(state.arrays[name]) for name in ("k_cache", "v_cache")}
+    expected = state.decode(page_table=np.array([[4, 1], [3, 2]]), **copies)
+    assert np.array_equal(state.decode(page_table=shared), expected)
+    state.arrays["page_table"] = np.array([[4, 4], [4, 4]])
+    assert state.decode(k_new=None, v_new=None, kv_lengths=[8, 8]).shape == (2, 2, 4, 6), "reading shares as it likes"
+    state.decode(k_new=state.arrays["k_new"][:, :0], v_new=state.arrays["v_new"][:, :0], kv_lengths=[7, 8])
+
+
+def _with_copy(pages: np.ndarray) -> np.ndarray:
+    """The pages, with page 4 copied to page 3."""
+    pages = pages.copy()
+    pages[3] = pages[4]
+    return pages
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_calls_that_no_backend_takes_append_nothing(form):
+    state = State(form)
+    state.refuses(cuflash.NoBackendError, "reference/fa2", kernel="fa2")
+    state.refuses(cuflash.NoBackendError, "CUDA expression", score_mod="s")
+    state.refuses(ValueError, "softcap:", "above 0", softcap=0)
+    state.refuses(ValueError, "out:", "(1,)", "must be", out=np.zeros(1, np.float32))
+    state.refuses(TypeError, "decode()", "'casual'", casual=True)
+
+
+def test_a_full_cache_stays_as_it_was():
+    cache = cuflash.PagedKVCache(num_pages=3, page_size=2, heads_kv=2, head_dim=8)
+    first, second = cache.new_sequence(), cache.new_sequence()
+    cache.append(first, normal(3, 2, 8), normal(3, 2, 8))
+    cache.append(second, normal(1, 2, 8), normal(1, 2, 8))
+    before = cache.k_pages.copy(), cache.v_pages.copy(), cache.page_table([first, second]).copy()
+    new = normal(2, 2, 2, 8)
+    kept = new.copy()
+    with pytest.raises(cuflash.CacheFullError):
+        cache.append([first, second], new, new)
+    after = cache.k_pages, cache.v_pages, cache.page_table([first, second])
+    assert all(np.array_equal(x, y) for x, y in zip(before, after, strict=True)) and np.array_equal(new, kept)
+
+
+def test_forms_with_fewer_axes():
+    """One sequence without its batch axis, and without its head axis, dense and paged."""
+    q, k, v, new = normal(1, 1, 8), normal(6, 1, 8), normal(6, 1, 8), normal(1, 1, 8)
+    whole = [x[None].copy() for x in (q, k, v)]
+    expected = cuflash.decode(*whole, [3], k_new=new[None], v_new=new[None], return_lse=True, backend="reference")
+    three = cuflash.decode(q, k.copy(), v.copy(), 3, k_new=new, v_new=new, return_lse=True, backend="reference")
+    assert np.array_equal(three[0], expected[0][0]) and np.array_equal(three[1], expected[1][0])
+    flat = [x[:, 0].copy() for x in (q, k, v, new)]
+    two = cuflash.decode(*flat[:3], np.int64(3), k_new=flat[3], v_new=flat[3], return_lse=True, backend="reference")
+    assert np.array_equal(two[0], expected[0][0, :, 0]) and np.array_equal(two[1], expected[1][0, 0])
+    pages = [x.reshape(3, 2, 1, 8).copy() for x in (k, v)]
+    paged = cuflash.decode(flat[0], *pages, 3, page_table=[[0, 1, 2]], k_new=flat[3], v_new=flat[3], backend="reference")
+    assert np.array_equal(paged, two[0])
