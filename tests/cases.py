@@ -1,0 +1,358 @@
+"""The conformance cases as data: what to compute, how the arrays lie in memory, and what a backend may decline.
+
+calls.py turns a case into arrays and a call. A case says nothing about right values: those come from the oracle, on plain
+contiguous (B, S, H, D) arrays, whatever layout, strides and storage the case gives to the backend under test.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+
+F16, BF16, F32, F64 = (np.dtype(t) for t in (np.float16, ml_dtypes.bfloat16, np.float32, np.float64))
+DTYPES = (F16, BF16, F32, F64)
+
+
+class Target(NamedTuple):
+    """A kernel of a backend that the suite runs; ``largest`` bounds the score elements of a case (for slow simulators)."""
+
+    backend: str
+    kernel: str
+    largest: int = 1 << 40
+
+    @property
+    def name(self) -> str:
+        return f"{self.backend}/{self.kernel}"
+
+
+# Every pair that exists. A new backend is one more line here, and what it declines stands in the cases below.
+TARGETS = (
+    Target("reference", "naive"),
+    Target("cpu", "fa2"),
+    Target("cpu", "decode"),
+    Target("cpu", "naive"),
+)
+GRADIENT_TARGETS = (Target("reference", "naive"),)
+
+
+class Shape(NamedTuple):
+    """Sizes of one call; for packed sequences sq and sk are the longest lengths."""
+
+    b: int
+    sq: int
+    sk: int
+    hq: int
+    hkv: int
+    d: int
+    dv: int
+
+
+Builder = Callable[[np.random.Generator, Shape, np.dtype], dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Packed:
+    """Lengths of the sequences of a varlen call, and unused rows behind them in q and k."""
+
+    q: tuple[int, ...]
+    k: tuple[int, ...]
+    slack: tuple[int, int] = (0, 0)
+
+
+@dataclass(frozen=True, eq=False)
+class Case:
+    """One call of attention(), of attention_varlen() with ``packed``, or of decode()."""
+
+    name: str
+    shape: Shape
+    options: tuple[Builder, ...] = ()
+    dtypes: tuple[np.dtype, ...] = DTYPES
+    layout: str = "BSHD"
+    axes: int = 4  # of the user's arrays
+    strides: str = "contiguous"  # a name of calls.STRIDES
+    kv_lengths: tuple[int, ...] | None = None  # keys behind these hold NaN
+    kv_start: tuple[int, ...] | None = None
+    packed: Packed | None = None
+    page_size: int = 0  # paged cache; needs kv_lengths
+    decode: bool = False
+    new: int = 0  # keys that decode() appends; kv_lengths counts them already
+    declines: Mapping[str, str] = field(default_factory=dict)  # target name -> words of its reason; only ever shrinks
+
+    def rng(self) -> np.random.Generator:
+        return np.random.default_rng(list(self.name.encode()))
+
+
+# --- options -------------------------------------------------------------------------------------------------------
+
+
+def fixed(**options: Any) -> Builder:
+    """Options that do not depend on the data."""
+    return lambda rng, shape, dtype: dict(options)
+
+
+def sizes(shape: Shape, axes: str) -> tuple[int, ...]:
+    """Axes like "1 Hq Sq Sk" as numbers."""
+    known = {"B": shape.b, "Hq": shape.hq, "Sq": shape.sq, "Sk": shape.sk, "1": 1}
+    return tuple(known[a] for a in axes.split())
+
+
+def bias(axes: str = "B Hq Sq Sk", dtype: np.dtype | None = None, hidden: float = 0.0) -> Builder:
+    """Random bias with these axes, in q's dtype by default; a share of it is -inf."""
+
+    def build(rng: np.random.Generator, shape: Shape, q_dtype: np.dtype) -> dict[str, Any]:
+        values = rng.standard_normal(sizes(shape, axes))
+        values[rng.random(values.shape) < hidden] = -np.inf
+        return {"bias": values.astype(q_dtype if dtype is None else dtype)}
+
+    return build
+
+
+def mask(axes: str = "B Hq Sq Sk", visible: float = 0.5) -> Builder:
+    """Random boolean mask; some rows see nothing when few elements are visible."""
+    return lambda rng, shape, dtype: {"mask": rng.random(sizes(shape, axes)) < visible}
+
+
+def tree(rng: np.random.Generator, shape: Shape, dtype: np.dtype) -> dict[str, Any]:
+    """Tree attention: each of the last Sq tokens sees its ancestors among them (some have none), and all earlier tokens."""
+    visible = np.eye(shape.sq, dtype=bool)
+    for token in range(1, shape.sq):
+        parent = rng.integers(-1, token)
+        if parent >= 0:
+            visible[token] |= visible[parent]
+    return {"mask": visible}
+
+
+def alibi(axes: str = "Hq") -> Builder:
+    return lambda rng, shape, dtype: {"alibi_slopes": rng.random(sizes(shape, axes))}
+
+
+def sinks(rng: np.random.Generator, shape: Shape, dtype: np.dtype) -> dict[str, Any]:
+    return {"sinks": 2 * rng.standard_normal(shape.hq)}
+
+
+def sqdist_per_feature(rng: np.random.Generator, shape: Shape, dtype: np.dtype) -> dict[str, Any]:
+    return {"score": "sqdist", "scale": 0.05 + 0.1 * rng.random(shape.d)}
+
+
+def squash(s: Any, b: int, h: int, i: Any, j: Any, *, limit: float) -> Any:
+    """A score_mod that changes the score itself and knows its head and batch."""
+    return limit * np.tanh(s / limit) + 0.25 * h - 0.5 * b
+
+
+def relative(s: Any, b: int, h: int, i: Any, j: Any, *, table: np.ndarray) -> Any:
+    """A score_mod that looks a learned relative position up in a table."""
+    return s + table[np.clip(i - j + len(table) // 2, 0, len(table) - 1)]
+
+
+def prefix(b: int, h: int, i: Any, j: Any, *, length: int) -> Any:
+    """A mask_mod: causal but for a prefix that all may see."""
+    return (j <= i) | (j < length)
+
+
+def strided_keys(b: int, h: int, i: Any, j: Any) -> Any:
+    """A mask_mod that depends on the key alone and leaves its row axis out."""
+    return (j + h + b) % 3 != 0
+
+
+def relative_table(rng: np.random.Generator, shape: Shape, dtype: np.dtype) -> dict[str, Any]:
+    return {"score_mod": relative, "mod_args": {"table": rng.standard_normal(17).astype(np.float32)}}
+
+
+causal = fixed(causal=True)
+upper_left = fixed(causal="upper_left")
+
+
+# --- the table -----------------------------------------------------------------------------------------------------
+
+
+def case(name: str, shape: str, *options: Builder, **fields: Any) -> Case:
+    """A case from "B,Sq,Sk,Hq,Hkv,D" or "B,Sq,Sk,Hq,Hkv,D,Dv"."""
+    numbers = [int(n) for n in shape.split(",")]
+    if len(numbers) == 6:
+        numbers.append(numbers[5])
+    return Case(name, Shape(*numbers), options, **fields)
+
+
+TAILS = (1, 2, 63, 64, 65, 127, 128, 129, 257)
+RATIOS = (1, 2, 3, 5, 6, 7, 12, 16, 32, 64, 71)
+HEAD_SIZES = (1, 2, 3, 5, 8, 16, 33, 64, 72, 128, 192, 256)
+
+PLAIN = (
+    *(case(f"tail-square-causal-{n}", f"1,{n},{n},2,1,16", causal) for n in TAILS),
+    *(case(f"tail-queries-{n}", f"1,{n},65,2,2,16") for n in TAILS),
+    *(case(f"tail-keys-{n}", f"1,3,{n},2,1,16") for n in TAILS),
+    *(case(f"tail-causal-more-keys-{n}", f"1,{n},{n + 64},1,1,8", causal) for n in TAILS),
+    case("long-keys", "1,5,2100,2,1,16", causal),
+    case("long-queries", "1,1025,130,1,1,8", causal),
+    *(case(f"ratio-{r}", f"2,3,17,{r * (1 + r % 2)},{1 + r % 2},8", causal) for r in RATIOS),
+    *(case(f"head-size-{d}", f"1,9,70,2,1,{d}", causal) for d in HEAD_SIZES),
+    *(case(f"head-sizes-{d}-{dv}", f"1,9,70,2,1,{d},{dv}") for d, dv in ((16, 1), (1, 16), (64, 128), (192, 128), (33, 5), (72, 80), (5, 256))),
+    case("one-of-everything", "1,1,1,1,1,1"),
+    case("batch", "5,33,40,3,3,16", causal),
+)
+
+EMPTY = (
+    case("no-keys", "2,3,0,2,1,16"),
+    case("no-keys-sinks", "2,3,0,2,1,16", sinks),
+    case("no-queries", "2,0,3,2,1,16"),
+    case("no-batch", "0,3,3,2,1,16"),
+    case("no-heads", "2,3,3,0,0,16"),
+    case("no-query-heads", "2,3,3,0,2,16"),
+    *(case(f"causal-more-queries-{n}", f"1,{n},2,2,1,16", causal) for n in (4, 65, 130)),
+    case("causal-more-queries-65-by-64", "1,130,65,2,1,16", causal),
+    case("upper-left-window-behind-keys", "1,70,5,2,1,16", fixed(causal="upper_left", window=(2, 0))),
+    case("mask-few-visible", "2,40,3,2,1,16", mask(visible=0.3)),
+    case("mask-nothing-visible", "1,5,70,2,1,16", mask(visible=0.0)),
+    case("mask-nothing-visible-sinks", "1,5,70,2,1,16", mask(visible=0.0), sinks),
+    case("bias-few-visible", "2,40,3,2,1,16", bias(hidden=0.7)),
+    case("zero-lengths", "4,3,70,2,1,16", kv_lengths=(0, 70, 1, 0)),
+    case("all-padding", "3,2,70,2,1,16", kv_lengths=(70, 5, 64), kv_start=(70, 2, 63)),
+)
+
+POSITIONS = (
+    case("upper-left", "1,70,130,2,1,16", upper_left),
+    case("upper-left-more-queries", "1,130,70,2,1,16", upper_left),
+    *(
+        case(f"window{left},{right}{'-causal' if c else ''}-{sq}x{sk}", f"1,{sq},{sk},2,1,8", fixed(causal=c, window=(left, right)))
+        for left, right, c, sq, sk in (
+            (0, 0, False, 130, 130), (1, 0, False, 65, 130), (3, 5, False, 130, 65), (-1, 2, False, 70, 200), (2, -1, False, 70, 200),
+            (64, 0, True, 200, 200), (7, -1, True, 129, 300), (100, 63, False, 257, 257), (-1, -1, True, 66, 66), (300, 300, False, 70, 70),
+        )
+    ),
+    case("window-upper-left", "1,130,200,2,1,8", fixed(causal="upper_left", window=(10, -1))),
+    case("window-right-upper-left-lengths", "2,70,130,2,1,8", upper_left, fixed(window=(64, 3)), kv_lengths=(100, 3)),
+    case("lengths", "5,6,130,4,2,16", kv_lengths=(130, 1, 64, 65, 7)),
+    case("lengths-causal", "5,6,130,4,2,16", causal, kv_lengths=(130, 1, 64, 65, 7)),
+    case("lengths-window", "3,6,130,4,2,16", fixed(window=(10, 2)), kv_lengths=(130, 8, 64)),
+    case("left-padding", "4,6,130,4,2,16", causal, kv_lengths=(130, 130, 129, 70), kv_start=(0, 100, 64, 69)),
+    case("left-padding-only", "2,6,70,2,1,16", kv_start=(65, 1)),
+)
+
+LOGITS = (
+    case("scale", "1,9,70,2,1,16", fixed(scale=0.7)),
+    case("scale-negative", "1,9,70,2,1,16", fixed(scale=-0.3), causal),
+    case("scale-zero", "1,9,70,2,1,16", fixed(scale=0.0), causal),
+    case("softcap", "1,9,70,2,1,16", fixed(softcap=1.5, scale=1.0), causal),
+    case("softcap-wide", "1,70,130,2,1,16", fixed(softcap=50.0, scale=8.0)),
+    *(
+        case(f"bias-{axes.replace(' ', '-')}", "2,6,70,4,2,16", bias(axes))
+        for axes in ("B Hq Sq Sk", "1 Hq Sq Sk", "B 1 Sq Sk", "B Hq 1 Sk", "B Hq Sq 1", "1 1 1 1", "Hq Sq Sk", "Sq Sk", "1 Sk", "Sk", "1")
+    ),
+    case("bias-float32", "2,66,70,2,1,16", bias(dtype=F32), causal),
+    case("bias-hides", "2,66,130,2,1,16", bias(hidden=0.4)),
+    *(
+        case(f"mask-{axes.replace(' ', '-')}", "2,6,70,4,2,16", mask(axes))
+        for axes in ("B Hq Sq Sk", "1 Hq Sq Sk", "B 1 1 Sk", "B Hq Sq 1", "Sq Sk", "Sk", "1")
+    ),
+    case("mask-causal", "2,66,130,2,1,16", mask(), causal),
+    case("tree", "2,6,70,4,2,16", tree),
+    case("tree-lengths", "3,6,70,4,2,16", tree, kv_lengths=(70, 6, 64)),
+    case("tree-large", "1,66,200,2,1,16", tree),
+    case("alibi", "2,66,130,6,3,16", alibi()),
+    case("alibi-per-batch-causal", "2,66,130,6,3,16", alibi("B Hq"), causal),
+    case("alibi-upper-left-lengths", "2,70,130,2,1,16", alibi(), upper_left, kv_lengths=(130, 9)),
+    case("sinks", "2,66,130,6,3,16", sinks, causal),
+    case("sqdist", "1,70,130,2,1,8", fixed(score="sqdist")),
+    case("sqdist-scale", "1,70,130,4,2,33", fixed(score="sqdist", scale=0.02), causal),
+    case("sqdist-per-feature", "2,9,130,4,2,5", sqdist_per_feature),
+    case("sqdist-negative-scale", "1,9,70,1,1,3", fixed(score="sqdist", scale=-0.1)),
+    case("score-mod", "2,9,70,4,2,16", fixed(score_mod=squash, mod_args={"limit": 1.5})),
+    case("score-mod-table-causal", "2,66,130,2,1,16", relative_table, causal),
+    case("mask-mod", "2,66,130,2,1,16", fixed(mask_mod=prefix, mod_args={"length": 20})),
+    case("mask-mod-keys-only", "2,9,70,4,2,16", fixed(mask_mod=strided_keys)),
+    case("out-float32", "1,9,70,2,1,16", fixed(out_dtype=F32)),
+    case("out-float64", "1,9,70,2,1,16", fixed(out_dtype=F64)),
+    case("out-bfloat16", "1,9,70,2,1,16", fixed(out_dtype=BF16)),
+    case("out-float16", "1,9,70,2,1,16", fixed(out_dtype=F16)),
+)
+
+STRIDED = tuple(
+    case(f"strides-{strides}-{layout}-{axes}axes", shape, causal, strides=strides, layout=layout, axes=axes)
+    for strides in ("contiguous", "transposed", "reversed", "offset", "padded", "heads_of_packed", "expanded", "every_other")
+    for layout, axes, shape in (
+        ("BSHD", 4, "2,66,66,4,2,8"), ("BHSD", 4, "2,66,66,4,2,8"), ("BSHD", 3, "1,66,66,4,2,8"), ("BHSD", 3, "1,66,66,4,2,8"),
+        ("BSHD", 2, "1,66,66,1,1,8"), ("BHSD", 2, "1,66,66,1,1,8"),
+    )
+) + (
+    case("strides-bias-mask-transposed", "2,66,66,4,2,8", bias(), mask(), strides="transposed"),
+    case("strides-bias-mask-reversed", "2,66,66,4,2,8", bias(), mask(), strides="reversed"),
+    case("layout-heads-equal-length", "1,4,4,4,4,16", strides="transposed", layout="BHSD"),
+)
+
+PACKED = (
+    case("packed", "3,70,130,4,2,16", packed=Packed((70, 1, 5), (130, 3, 64))),
+    case("packed-causal", "4,76,130,4,2,16", causal, packed=Packed((70, 1, 5, 76), (130, 3, 64, 1))),
+    case("packed-empty", "6,5,9,4,2,16", causal, packed=Packed((0, 5, 0, 1, 3, 0), (4, 9, 0, 0, 1, 0))),
+    case("packed-slack", "3,9,70,4,2,16", causal, packed=Packed((3, 0, 9), (70, 2, 9), slack=(6, 4))),
+    case("packed-slack-sinks", "2,9,70,4,2,16", sinks, packed=Packed((3, 9), (70, 9), slack=(6, 4))),
+    case("packed-heads-first", "3,9,70,4,2,16", causal, layout="BHSD", packed=Packed((3, 1, 9), (70, 2, 9), slack=(1, 0))),
+    case("packed-transposed", "3,9,70,4,2,16", causal, strides="transposed", packed=Packed((3, 1, 9), (70, 2, 9), slack=(1, 3))),
+    case("packed-no-sequence", "0,0,0,4,2,16", packed=Packed((), (), slack=(3, 2))),
+    case("packed-bias-mask", "3,9,70,4,2,16", bias("B Hq Sq Sk"), mask("B 1 Sq Sk"), packed=Packed((3, 1, 9), (70, 2, 9))),
+    case("packed-bias-broadcast", "3,9,70,4,2,16", bias("Hq 1 Sk"), packed=Packed((3, 1, 9), (70, 2, 9))),
+    case("packed-window-alibi", "3,9,70,4,2,16", alibi("B Hq"), fixed(window=(6, 1)), packed=Packed((3, 1, 9), (70, 2, 9))),
+    case("packed-upper-left", "2,70,66,2,1,16", upper_left, packed=Packed((70, 9), (66, 3))),
+    case("packed-lengths", "3,9,70,4,2,16", causal, kv_lengths=(64, 0, 9), kv_start=(3, 0, 8), packed=Packed((3, 1, 9), (70, 2, 9))),
+    case("packed-score-mod", "2,9,70,4,2,16", relative_table, packed=Packed((3, 9), (70, 9))),
+)
+
+PAGED = tuple(
+    case(f"paged-{size}-{layout}", "4,3,130,4,2,16", causal, page_size=size, layout=layout, kv_lengths=(130, 1, 65, 0))
+    for size in (1, 3, 16)
+    for layout in ("BSHD", "BHSD")
+) + (
+    case("paged-strided", "2,3,70,4,2,16", causal, page_size=16, kv_lengths=(70, 5), strides="transposed"),
+    case("paged-start-window", "2,3,70,4,2,16", fixed(window=(20, 0)), page_size=3, kv_lengths=(70, 66), kv_start=(3, 65)),
+    case("paged-many-queries", "2,66,130,4,2,16", causal, page_size=16, kv_lengths=(130, 65)),
+    case("paged-bias-sinks", "2,6,70,4,2,16", bias(), sinks, page_size=7, kv_lengths=(70, 66)),
+    case("paged-tree", "2,6,70,4,2,16", tree, page_size=16, kv_lengths=(70, 6)),
+    case("paged-sqdist", "2,6,70,4,2,3", fixed(score="sqdist"), page_size=16, kv_lengths=(70, 6)),
+    case("paged-packed", "3,9,70,4,2,16", causal, page_size=16, kv_lengths=(70, 0, 33), packed=Packed((3, 1, 9), (70, 0, 33), slack=(2, 0))),
+)
+
+DECODE = tuple(
+    case(f"decode-{'paged' if page else 'dense'}-{layout}-{sq}-new{new}", f"4,{sq},200,6,2,16", causal, decode=True, new=new, page_size=page,
+         layout=layout, kv_lengths=(200, 3, 64, 129))
+    for page in (0, 16) for layout in ("BSHD", "BHSD") for sq, new in ((1, 0), (1, 1), (3, 3))
+) + (
+    case("decode-page-1-new", "3,2,70,4,4,8", causal, decode=True, new=2, page_size=1, kv_lengths=(70, 2, 5)),
+    case("decode-fewer-queries-than-new", "2,1,70,4,2,8", decode=True, new=5, page_size=3, kv_lengths=(70, 5)),
+    case("decode-more-queries-than-new", "2,4,70,4,2,8", causal, decode=True, new=1, kv_lengths=(70, 5)),
+    case("decode-one-sequence-3axes", "1,1,70,4,2,8", decode=True, new=1, axes=3, kv_lengths=(33,)),
+    case("decode-empty-cache", "2,1,70,4,2,8", decode=True, kv_lengths=(0, 7)),
+    case("decode-window-sinks", "2,1,200,4,2,16", fixed(window=(64, 0)), sinks, decode=True, kv_lengths=(200, 30)),
+    case("decode-long", "1,1,4100,8,1,64", decode=True, kv_lengths=(4099,)),
+    case("decode-transposed-new", "2,3,70,4,2,8", causal, decode=True, new=3, strides="transposed", kv_lengths=(70, 3)),
+    case("decode-splits-7", "2,1,700,4,2,16", fixed(num_splits=7), decode=True, kv_lengths=(700, 3)),
+)
+
+COMBINED = (
+    case("all-additive", "2,66,130,4,2,16", causal, fixed(softcap=3.0, window=(50, 0)), bias("1 Hq Sq Sk"), alibi(), sinks, mask(visible=0.8)),
+    case("sqdist-softcap-bias", "2,66,70,2,1,3", fixed(score="sqdist", softcap=2.0), bias(), causal),
+    case("mods-after-bias", "2,9,70,2,1,16", fixed(score_mod=squash, mod_args={"limit": 2.0}), bias(), alibi(), causal),
+    case("bias-hides-from-score-mod", "2,9,70,2,1,16", bias(hidden=0.4), fixed(score_mod=squash, mod_args={"limit": 2.0})),
+    case("lengths-start-alibi-mask", "3,9,130,4,2,16", causal, alibi("B Hq"), mask("B 1 Sq Sk", 0.7), kv_lengths=(130, 66, 9), kv_start=(5, 64, 0)),
+    case("softcap-sinks-strided", "2,70,70,4,2,16", fixed(softcap=2.0), sinks, strides="reversed", layout="BHSD"),
+    case("batch-invariant", "3,9,130,4,2,16", fixed(batch_invariant=True), causal, kv_lengths=(130, 66, 9)),
+    case("splits-3", "1,9,400,2,1,16", fixed(num_splits=3), causal),
+)
+
+CASES = (*PLAIN, *EMPTY, *POSITIONS, *LOGITS, *STRIDED, *PACKED, *PAGED, *DECODE, *COMBINED)
+
+# Cases whose gradients are compared as well.
+BY_NAME = {c.name: c for c in CASES}
+DIFFERENTIATED = tuple(
+    BY_NAME[name]
+    for name in (
+        "tail-square-causal-1 tail-square-causal-65 tail-queries-129 tail-keys-64 ratio-3 ratio-7 head-sizes-64-128 head-sizes-33-5 no-keys "
+        "no-queries causal-more-queries-65 mask-few-visible bias-few-visible zero-lengths all-padding upper-left window3,5-130x65 "
+        "window64,0-causal-200x200 left-padding scale-negative scale-zero softcap bias-B-Hq-Sq-Sk bias-Hq-Sq-Sk bias-1-Sk bias-Sk "
+        "bias-1-1-1-1 bias-float32 bias-hides mask-causal tree alibi-per-batch-causal sinks mask-nothing-visible-sinks sqdist-scale "
+        "sqdist-per-feature score-mod score-mod-table-causal mask-mod layout-heads-equal-length packed-causal packed-empty "
+        "packed-slack-sinks packed-heads-first packed-transposed all-additive sqdist-softcap-bias softcap-sinks-strided"
+    ).split()
+) + tuple(c for c in STRIDED if c.strides in ("expanded", "reversed", "heads_of_packed", "every_other") and c.name.endswith("axes"))

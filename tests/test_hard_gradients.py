@@ -1,0 +1,236 @@
+"""Hard cases of the backward pass, with values known beforehand. Numbers are the cases'."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+
+import cuflash
+from cuflash.problem import build_backward
+from cuflash.types import Gradients
+
+import compare
+from cases import DTYPES, F16, F32, F64, GRADIENT_TARGETS, Target
+from hard import along_keys, assert_values, every_dtype, normal, zeros
+
+every_gradient_target = pytest.mark.parametrize("target", GRADIENT_TARGETS, ids=lambda t: t.name)
+
+
+def differentiate(target: Target, dout: np.ndarray, q: np.ndarray, k: np.ndarray, v: np.ndarray, *cu: Any, **options: Any) -> Gradients:
+    """Forward, then backward, on one target; out and lse are its own."""
+    how = {"kernel": target.kernel, "backend": target.backend}
+    forward, backward = (cuflash.attention_varlen, cuflash.attention_varlen_backward) if cu else (cuflash.attention, cuflash.attention_backward)
+    out, lse = forward(q, k, v, *cu, return_lse=True, **options, **how)
+    return backward(dout, q, k, v, out, lse, *cu, **options, **how)
+
+
+def operands(dtype: np.dtype, b: int, sq: int, sk: int, hq: int, hkv: int) -> tuple[np.ndarray, ...]:
+    """Random q, k, v and dout with heads of 16."""
+    return tuple(normal(n, shape, dtype) for n, shape in enumerate(((b, sq, hq, 16), (b, sk, hkv, 16), (b, sk, hkv, 16), (b, sq, hq, 16))))
+
+
+def assert_oracle(got: Gradients, dout: np.ndarray, q: np.ndarray, k: np.ndarray, v: np.ndarray, **options: Any) -> None:
+    """Within the contract's bounds of the oracle on contiguous arrays."""
+    q, k, v, dout = (np.ascontiguousarray(a) for a in (q, k, v, dout))
+    out, lse = cuflash.attention(q, k, v, backend="reference", return_lse=True, **options)
+    want = compare.expect_gradients([build_backward(dout, q, k, v, out, lse, **options)])
+    for name, (exact,) in want.parts.items():
+        compare.assert_close(getattr(got, name), exact, want.bounds[name], name)
+
+
+@every_gradient_target
+@every_dtype
+def test_case_1_gradients_of_more_queries_than_keys(dtype: np.dtype, target: Target) -> None:
+    q, k, v = zeros(dtype, 1, 4, 1, 16), zeros(dtype, 1, 2, 1, 16), along_keys([1, 3], (1, 2, 1, 16), dtype)
+    dout = along_keys([5, 7, 2, 4], q.shape, dtype)
+    g = differentiate(target, dout, q, k, v, causal=True)
+    assert not g.dq.any() and not g.dk.any()
+    assert_values(g.dv, np.array([2 + 4 / 2, 4 / 2])[None, :, None, None], "dv")
+
+
+@every_gradient_target
+@every_dtype
+def test_case_2_gradients_without_keys(dtype: np.dtype, target: Target) -> None:
+    q, empty = normal(0, (1, 3, 2, 16), dtype), zeros(dtype, 1, 0, 2, 16)
+    g = differentiate(target, normal(1, q.shape, dtype), q, empty, empty)
+    assert g.dq.shape == q.shape and not g.dq.any()
+    assert g.dk.shape == g.dv.shape == (1, 0, 2, 16)
+
+
+@every_gradient_target
+@every_dtype
+@pytest.mark.parametrize("spoiled", [1e4, np.nan, np.inf])
+@pytest.mark.parametrize("how", ["causal", "mask", "bias"])
+def test_case_5_empty_rows_pass_nothing_on(how: str, spoiled: float, dtype: np.dtype, target: Target) -> None:
+    q, k, v, dout = operands(dtype, 1, 70, 66, 2, 1)
+    empty = np.arange(70) < 4
+    hidden = np.where(empty[:, None], -np.inf, 0).astype(dtype)
+    options = {"causal": {"causal": True}, "mask": {"mask": ~empty[:, None]}, "bias": {"bias": np.repeat(hidden, 66, 1)}}[how]
+    dout[:, empty] = spoiled
+    g = differentiate(target, dout, q, k, v, **options)
+    without = {name: a[4:] if name in ("mask", "bias") else a for name, a in options.items()}
+    exact = differentiate(target, dout[:, 4:], q[:, 4:], k, v, **without)
+    assert not g.dq[:, empty].any()
+    compare.assert_same_bits(np.ascontiguousarray(g.dq[:, ~empty]), exact.dq, "dq")
+    for name in ("dk", "dv"):
+        want = getattr(exact, name).astype(np.float64)
+        assert_values(getattr(g, name), want, name)
+        assert np.isfinite(want).all()
+    if how == "bias":
+        assert np.isfinite(g.dbias.astype(np.float64)).all() and not g.dbias[empty].any()
+
+
+@every_gradient_target
+@every_dtype
+def test_case_3_gradients_of_a_row_that_sees_nothing(dtype: np.dtype, target: Target) -> None:
+    q, v = zeros(dtype, 1, 2, 1, 16), along_keys([1, 3], (1, 2, 1, 16), dtype)
+    g = differentiate(target, np.ones_like(q), q, q, v, mask=np.array([[False, False], [True, True]]))
+    assert not g.dq.any() and not g.dk.any()
+    assert_values(g.dv, 0.5, "dv")
+
+
+@every_gradient_target
+@every_dtype
+def test_case_6_gradients_of_many_queries_over_one_key(dtype: np.dtype, target: Target) -> None:
+    q, k, v, dout = normal(0, (256, 1, 32), dtype), normal(1, (3, 1, 32), dtype), normal(2, (3, 1, 32), dtype), normal(3, (256, 1, 32), dtype)
+    g = differentiate(target, dout, q, k, v, [0, 76, 110, 256], [0, 1, 2, 3], causal=True)
+    assert_values(g.dv, dout[[75, 109, 255]].astype(np.float64), "dv")
+    # One key a row: its weight is 1 whatever its logit. What is left is rounding of dout . v - delta.
+    slack = 64 * compare.eps(F64 if dtype == F64 else F32) * 4
+    compare.assert_close(g.dq, np.zeros(q.shape), slack, "dq")
+    compare.assert_close(g.dk, np.zeros(k.shape), slack, "dk")
+
+
+@every_gradient_target
+@every_dtype
+@pytest.mark.parametrize(("sq", "length"), [(65, 65), (129, 129), (704, 704), (1, 128), (1, 65)])
+def test_case_10_gradients_when_all_logits_are_minus_120(sq: int, length: int, dtype: np.dtype, target: Target) -> None:
+    q, k, v, dout = zeros(dtype, 1, sq, 1, 64), zeros(dtype, 1, length, 1, 64), normal(0, (1, length, 1, 64), dtype), normal(1, (1, sq, 1, 64), dtype)
+    q[..., 0], k[..., 0] = 1, -120 * 8
+    g = differentiate(target, dout, q, k, v)
+    assert_values(g.dv, np.broadcast_to(dout.astype(np.float64).sum(axis=1, keepdims=True) / length, v.shape), "dv", sq)
+    assert_oracle(g, dout, q, k, v)
+    assert np.isfinite(g.dq.astype(np.float64)).all() and not g.dq[..., 1:].any() and not g.dk[..., 1:].any()
+    # sum_j ds_j is 0 but for rounding, so dq = scale * k * sum_j ds_j is.
+    slack = 120 * 16 * compare.eps(F64 if dtype == F64 else F32)
+    compare.assert_close(g.dq, np.zeros(q.shape), slack, "dq")
+
+
+@every_gradient_target
+@every_dtype
+def test_case_12_gradients_at_scale_zero(dtype: np.dtype, target: Target) -> None:
+    q, k, v, dout = operands(dtype, 1, 7, 9, 2, 2)
+    g = differentiate(target, dout, q, k, v, scale=0.0)
+    assert not g.dq.any() and not g.dk.any()
+    assert_values(g.dv, np.broadcast_to(dout.astype(np.float64).sum(axis=1, keepdims=True) / 9, v.shape), "dv", 7)
+
+
+@every_gradient_target
+@every_dtype
+def test_case_23_gradients_behind_the_last_sequence(dtype: np.dtype, target: Target) -> None:
+    q, k, v, dout = (normal(n, (946, 1, 16), dtype) for n in range(4))
+    for a in (q, k, v, dout):
+        a[944:] = np.nan
+    cu = [0, 144, 432, 944]
+    g = differentiate(target, dout, q, k, v, cu, cu, causal=True)
+    for name in ("dq", "dk", "dv"):
+        gradient = getattr(g, name)
+        assert not gradient[944:].any() and np.isfinite(gradient.astype(np.float64)).all() and gradient[943].any(), name
+
+
+@every_gradient_target
+@every_dtype
+@pytest.mark.parametrize("causal", [True, "upper_left"])
+@pytest.mark.parametrize(("sq", "sk"), [(2, 5), (5, 2), (65, 130), (130, 65)])
+def test_case_26_mask_alignment_in_backward(sq: int, sk: int, causal: bool | str, dtype: np.dtype, target: Target) -> None:
+    q, k, v, dout = operands(dtype, 1, sq, sk, 4, 2)
+    g = differentiate(target, dout, q, k, v, causal=causal)
+    assert_oracle(g, dout, q, k, v, causal=causal)
+    seen = sk if causal is True else min(sq, sk)  # keys that some row sees
+    assert not g.dk[:, seen:].any() and not g.dv[:, seen:].any() and g.dv[:, :seen].astype(bool).any(axis=(2, 3)).all()
+
+
+@every_gradient_target
+@every_dtype
+def test_case_31_slope_of_the_softcap(dtype: np.dtype, target: Target) -> None:
+    """Two keys with logits 6 and 0 under a cap of 2: the slope at 6 is 1 - tanh(3)**2 = 0.00986604."""
+    q, k, v = np.ones((1, 1, 1, 1), dtype), along_keys([6, 0], (1, 2, 1, 1), dtype), along_keys([1, 0], (1, 2, 1, 1), dtype)
+    g = differentiate(target, np.ones_like(q), q, k, v, scale=1.0, softcap=2.0)
+    p = 1 / (1 + math.exp(-2 * math.tanh(3)))
+    slope = p * (1 - p) * 0.00986604 * 6
+    compare.assert_close(g.dq, np.full(q.shape, slope), slope * (1e-6 + 2 * compare.eps(dtype)), "dq")  # the constant has six digits
+    for logit in (2000.0, -2000.0):
+        k = along_keys([logit, 1], (1, 2, 1, 1), dtype)
+        g = differentiate(target, np.ones_like(q), q, k, v, scale=1.0, softcap=50.0)
+        assert np.isfinite(g.dq.astype(np.float64)).all() and abs(float(g.dk[0, 0, 0, 0])) < 1e-30
+        assert_oracle(g, np.ones_like(q), q, k, v, scale=1.0, softcap=50.0)
+
+
+@every_gradient_target
+@every_dtype
+@pytest.mark.parametrize(("hq", "hkv"), [(6, 2), (5, 1), (7, 7), (12, 3)])
+def test_case_34_sum_over_the_heads_of_a_group(hq: int, hkv: int, dtype: np.dtype, target: Target) -> None:
+    q, k, v, dout = operands(dtype, 2, 5, 9, hq, hkv)
+    g = differentiate(target, dout, q, k, v)
+    assert_oracle(g, dout, q, k, v)
+    # Each head on its own over a copy of its keys, in float64, then summed.
+    wide = [a.astype(F64) for a in (dout, q, k, v)]
+    single = differentiate(GRADIENT_TARGETS[0], wide[0], wide[1], *(a.repeat(hq // hkv, 2) for a in wide[2:]), scale=1 / 4)
+    for name in ("dk", "dv"):
+        total = getattr(single, name).reshape(2, 9, hkv, hq // hkv, 16).sum(axis=3)
+        assert_values(getattr(g, name), total, name, 16)
+    assert_values(g.dq, single.dq, "dq", 16)
+
+
+@every_gradient_target
+@every_dtype
+@pytest.mark.parametrize("which", ["broadcast", "dout transposed", "out transposed", "negative"])
+def test_case_35_strides_of_incoming_gradients(which: str, dtype: np.dtype, target: Target) -> None:
+    q, k, v, dout = operands(dtype, 2, 9, 70, 4, 2)
+    how = {"kernel": target.kernel, "backend": target.backend}
+    out, lse = cuflash.attention(q, k, v, return_lse=True, **how)
+    if which == "broadcast":
+        dout = np.broadcast_to(dtype.type(1), dout.shape)
+    elif which == "negative":
+        dout, lse = dout[:, ::-1, ..., ::-1], np.ascontiguousarray(lse[..., ::-1])[..., ::-1]
+    elif which == "dout transposed":
+        dout = np.asfortranarray(dout)
+    else:
+        out, lse = np.asfortranarray(out), np.asfortranarray(lse)
+    g = cuflash.attention_backward(dout, q, k, v, out, lse, **how)
+    same = cuflash.attention_backward(*(np.ascontiguousarray(a) for a in (dout, q, k, v, out, lse)), **how)
+    for name in ("dq", "dk", "dv"):
+        compare.assert_same_bits(getattr(g, name), getattr(same, name), name)
+    assert_oracle(g, dout, q, k, v)
+
+
+@every_gradient_target
+@every_dtype
+def test_case_37_layouts_in_backward(dtype: np.dtype, target: Target) -> None:
+    q, k, v, dout = (normal(n, (1, 4, 4, 16), dtype) for n in range(4))
+    first = [np.ascontiguousarray(a.transpose(0, 2, 1, 3)) for a in (dout, q, k, v)]
+    g = differentiate(target, *first, causal=True, layout="BHSD")
+    assert_oracle(Gradients(*(a.transpose(0, 2, 1, 3) for a in (g.dq, g.dk, g.dv))), dout, q, k, v, causal=True)
+
+
+@every_gradient_target
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: d.name)
+def test_case_64_two_logits_that_nearly_tie(dtype: np.dtype, target: Target) -> None:
+    """q = (1, 1, 0, ...), keys that score 76 and 76.246 at scale 0.5: weights near 1/2, dv = weight * dout."""
+    q, k = zeros(dtype, 1, 1, 1, 16), zeros(dtype, 1, 2, 1, 16)
+    q[..., :2] = 1
+    k[0, 0, 0, 0], k[0, 1, 0, :2] = 76, (76, 0.246)
+    v, dout = normal(1, k.shape, dtype), normal(2, q.shape, dtype)
+    g = differentiate(target, dout, q, k, v, scale=0.5)
+    assert_oracle(g, dout, q, k, v, scale=0.5)
+    gap = 0.5 * float(k[0, 1, 0, 1])
+    weights = np.array([1 / (1 + math.exp(gap)), 1 / (1 + math.exp(-gap))])
+    # The logits are near 38, where float32 is 3.8e-6 apart, and the weights change by a quarter of the logits' error.
+    want = weights[None, :, None, None] * dout.astype(np.float64)
+    error = 38 * compare.eps(F64 if dtype == F64 else F32) + 2 * compare.eps(dtype)
+    compare.assert_close(g.dv, want, error * float(np.abs(want).max()), "dv")
+    if dtype == F16:
+        assert error < 2 * compare.eps(F16) * 1.01
