@@ -1,0 +1,256 @@
+"""The CPU backend: plans in words and numbers, and the way from a problem to the compiled kernels.
+
+Kernels: "fa2" (tiles of query rows by tiles of keys), "decode" (the same, with the keys of a sequence split over the
+threads and the parts merged) and "naive" (naive.py). A Python score_mod or mask_mod runs on tiles in NumPy
+(cpu_callable.py). Numba is imported at the first run, not before.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from typing import NamedTuple
+
+import numpy as np
+
+from ..types import Plan, Problem
+from . import cpu_threads, naive
+from .cpu_params import CODES, Tasks, plan_tasks, sequence_table, tables
+
+NAME = "cpu"
+KERNELS = ("fa2", "decode", "naive")
+
+SHORT_ROWS = 32  # packed query rows (rows x heads of a group) up to which "auto" decodes
+INVARIANT_KEYS = 2048  # keys of a split when a sequence's result must not depend on its neighbours
+SPLIT_KEYS = 512  # a split of fewer keys is not worth a thread
+THREAD_COST = 2e6  # multiply-adds for which waking a thread pays
+LEAST_ROWS, MOST_ROWS = 64, 1024  # of a block
+BLOCKS_PER_THREAD = 8
+PORTIONS = 16  # per thread: small tasks are handed out in portions
+
+
+def auto_kernels(problem: Problem) -> tuple[str, ...]:
+    """Kernels for kernel="auto", best first."""
+    short = problem.op == "decode" or problem.seqlen_q * problem.group_size <= SHORT_ROWS
+    return ("decode", "fa2") if short else ("fa2",)
+
+
+def decline(problem: Problem, kernel: str) -> str | None:
+    """Why the CPU cannot do this, or None."""
+    if kernel not in KERNELS:
+        return f"the CPU backend has no kernel {kernel!r}, only {', '.join(map(repr, KERNELS))}"
+    if problem.op == "backward":
+        return "the CPU backend has no backward pass yet"
+    if problem.q.kind != "numpy":
+        return f"the CPU backend takes NumPy arrays, these are {problem.q.kind}"
+    for name in ("score_mod", "mask_mod"):
+        if isinstance(getattr(problem, name), str):
+            return f"{name} is a CUDA expression; the CPU backend takes a Python callable on NumPy arrays"
+    for name in ("q", "k", "v", "bias", "out"):
+        view = getattr(problem, name)
+        if view is not None and view.dtype not in CODES:
+            return f"{name} is {view.dtype}; the CPU backend computes with {', '.join(map(str, CODES))}"
+    if problem.out_dtype not in CODES:
+        return f"out_dtype is {problem.out_dtype}; the CPU backend writes {', '.join(map(str, CODES))}"
+    return naive.decline(problem) if kernel == "naive" else None
+
+
+def tile_keys(problem: Problem) -> int:
+    """Keys of a tile. They follow from head size and dtype alone, because they group the sums of a row."""
+    return 128 if max(problem.head_dim, problem.head_dim_v) * problem.compute_dtype.itemsize <= 1024 else 64
+
+
+def block_rows(problem: Problem, sequences: np.ndarray) -> int:
+    """Packed query rows of a block; no result depends on them.
+
+    Keys and values are packed once per block, so blocks are as large as they can be without leaving a thread idle. Their
+    queries and outputs need not fit a cache: they stream by, panel after panel.
+    """
+    packed = sequences["q_length"] * problem.group_size
+    enough = BLOCKS_PER_THREAD * cpu_threads.thread_count()
+    rows = MOST_ROWS
+    while rows > LEAST_ROWS and int((-(-packed // rows)).sum()) * problem.heads_kv < enough:
+        rows //= 2
+    return rows
+
+
+def _has_callable(problem: Problem) -> bool:
+    return problem.score_mod is not None or problem.mask_mod is not None
+
+
+def _splits(problem: Problem, kernel: str, sequences: np.ndarray, rows: int) -> np.ndarray:
+    """Parts that the keys of each sequence are cut into."""
+    lengths = np.maximum(sequences["kv_length"] - sequences["kv_start"], 1)
+    packed = sequences["q_length"] * problem.group_size
+    if problem.num_splits is not None:
+        return np.minimum(problem.num_splits, lengths)
+    if problem.batch_invariant:  # by the sequence's own lengths alone
+        return np.where(packed <= SHORT_ROWS, -(-lengths // INVARIANT_KEYS), 1)
+    if kernel != "decode":
+        return np.ones_like(lengths)
+    cost = float((lengths * packed).sum()) * problem.heads_kv * (problem.head_dim + problem.head_dim_v)
+    threads = min(cpu_threads.thread_count(), int(cost / THREAD_COST))
+    items = int((-(-packed // rows)).sum()) * problem.heads_kv
+    if threads <= 1 or items >= 4 * threads or not items:
+        return np.ones_like(lengths)
+    # Few tasks: so many parts that the threads share the work evenly, but none too short.
+    return np.clip(-(-2 * threads // items), 1, -(-lengths // SPLIT_KEYS))
+
+
+class Work(NamedTuple):
+    """A problem cut up."""
+
+    sequences: np.ndarray  # SEQUENCE
+    tasks: Tasks
+    threads: int  # worth using
+    rows: int  # of a block, at most
+    made_from: tuple[bytes | None, ...]  # see _lengths
+
+    @property
+    def most_rows(self) -> int:
+        """Rows of the largest task."""
+        return int(self.tasks.tasks["rows"].max(initial=0))
+
+    def partial_numbers(self, problem: Problem) -> int:
+        """Numbers that the partial results of split sequences need."""
+        return self.tasks.slots * self.most_rows * (problem.head_dim_v + 2)
+
+
+def cut_up(problem: Problem, kernel: str) -> Work:
+    """Sequences, tasks and the number of threads worth using."""
+    sequences = sequence_table(problem)
+    rows = block_rows(problem, sequences)
+    splits = _splits(problem, kernel, sequences, rows)
+    threads = cpu_threads.thread_count()
+    tasks = plan_tasks(problem, sequences, rows, splits, threads * PORTIONS, THREAD_COST / 4)
+    return Work(sequences, tasks, max(1, min(threads, len(tasks.portions), int(tasks.cost / THREAD_COST))), rows, _lengths(problem))
+
+
+def _lengths(problem: Problem) -> tuple[bytes | None, ...]:
+    """The values (not shapes) that the tasks of a problem depend on: a plan may run with arrays of other lengths."""
+    arrays = (problem.cu_seqlens_q, problem.cu_seqlens_k, problem.kv_lengths, problem.kv_start)
+    return tuple(None if a is None else a.tobytes() for a in arrays)
+
+
+def plan(problem: Problem, kernel: str) -> Plan:
+    """Tile, splits, threads and workspace."""
+    if kernel == "naive":
+        return naive.plan(problem, NAME)
+    if _has_callable(problem):
+        from . import cpu_callable
+
+        return cpu_callable.plan(problem, kernel, NAME)
+    work = cut_up(problem, kernel)
+    itemsize = problem.compute_dtype.itemsize
+    rows, keys = _padded(work.most_rows), tile_keys(problem) + 8
+    width = problem.head_dim + problem.head_dim_v + 8
+    scratch = (rows * (width + 3) + keys * (width + 2 * 64) + 512) * itemsize + 48 * rows
+    splits = int(work.tasks.merges["slots"].max(initial=1))
+    tables_bytes = work.tasks.tasks.nbytes + work.tasks.merges.nbytes + work.sequences.nbytes
+    return Plan(
+        kernel=kernel,
+        backend=NAME,
+        reason=_reason(problem, kernel, work.threads, splits),
+        tile=(work.rows, tile_keys(problem)),
+        num_splits=splits,
+        threads=work.threads,
+        workspace=work.threads * scratch + work.partial_numbers(problem) * itemsize + tables_bytes,
+        extra=work,
+    )
+
+
+def _padded(rows: int) -> int:
+    return -(-rows // 64) * 64
+
+
+def _reason(problem: Problem, kernel: str, threads: int, splits: int) -> str:
+    text = f"{problem.compute_dtype} arithmetic in tiles on {threads} thread{'s' if threads > 1 else ''}"
+    if splits > 1:
+        text += f", keys of a sequence in up to {splits} parts"
+    if kernel == "decode":
+        text += "; few query rows per key/value head, so the heads that share keys share the tiles"
+    return text
+
+
+@functools.cache
+def _kernels():
+    from . import cpu_kernels
+
+    return cpu_kernels
+
+
+_compile_lock = threading.Lock()
+_compiled: set[int] = set()
+
+
+def compiled_kernel(itemsize: int):
+    """The compiled ``attend`` for a compute dtype: from memory, from the cache on disk, or compiled now."""
+    kernels = _kernels()
+    if itemsize not in _compiled:
+        with _compile_lock:
+            if itemsize not in _compiled:
+                from . import cpu_cache
+
+                with cpu_cache.announced(f"float{8 * itemsize}"):
+                    kernels.attend.compile(kernels.signature(itemsize))
+                _compiled.add(itemsize)
+    return kernels.attend
+
+
+def run(plan: Plan, problem: Problem) -> None:
+    """Write ``problem.out`` and, unless it is None, ``problem.lse``."""
+    _clear_unowned_rows(problem)
+    if plan.kernel == "naive":
+        naive.run(plan, problem)
+        return
+    if _has_callable(problem):
+        from . import cpu_callable
+
+        cpu_callable.run(plan, problem)
+        return
+    work = plan.extra
+    if not isinstance(work, Work) or work.made_from != _lengths(problem):
+        work = cut_up(problem, plan.kernel)
+    _attend(problem, work)
+
+
+def _clear_unowned_rows(problem: Problem) -> None:
+    """Packed rows of no sequence, and everything if there is no sequence: O = 0 and LSE = -inf."""
+    if not problem.varlen:
+        return
+    for rows in (slice(0, int(problem.cu_seqlens_q[0])), slice(int(problem.cu_seqlens_q[-1]), None)):
+        problem.out.array[rows] = 0
+        if problem.lse is not None:
+            problem.lse.array[:, rows] = -np.inf
+
+
+def _attend(problem: Problem, work: Work) -> None:
+    sequences, tasks, threads = work.sequences, work.tasks, work.threads
+    if not len(tasks.tasks):
+        return
+    itemsize = problem.compute_dtype.itemsize
+    attend = compiled_kernel(itemsize)
+    keys, rows = tile_keys(problem), work.most_rows
+    t = tables(problem, sequences, keys, rows)
+    one = problem.compute_dtype.type(1)
+    partials = np.empty(work.partial_numbers(problem), problem.compute_dtype)
+    weights_at, partials_at = t.weights.ctypes.data, partials.ctypes.data
+    numbers, integers = _kernels().scratch_sizes(problem.head_dim, problem.head_dim_v, rows, keys, itemsize)
+    no_merge = tasks.merges[:0]
+
+    def worker():
+        scratch = np.empty(numbers * itemsize + 8 * integers + 64, np.uint8)
+        work_at = -(-scratch.ctypes.data // 64) * 64
+        iwork_at = work_at + numbers * itemsize
+
+        def portion(bounds: tuple[int, int], merges: np.ndarray = no_merge, keep: np.ndarray = scratch) -> None:
+            attend(
+                one, tasks.tasks, *bounds, merges, t.params, sequences, t.pages, t.slopes, t.sinks,
+                weights_at, work_at, iwork_at, partials_at,
+            )
+
+        return portion
+
+    cpu_threads.run(worker, tasks.portions, threads)
+    if len(tasks.merges):
+        worker()((0, 0), tasks.merges)

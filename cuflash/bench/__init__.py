@@ -1,0 +1,1 @@
+"""Measured comparisons against whatever peers can be imported."""
