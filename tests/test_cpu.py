@@ -100,11 +100,16 @@ def test_exp_is_accurate_over_its_whole_range(dtype):
     assert relative.max() < 4 * np.finfo(dtype).eps
 
 
-def test_weights_below_the_smallest_normal_number_are_zero():
-    q = np.ones((1, 1, 1, 1), np.float32)
-    k = np.array([0, -88, -1e4, -np.inf], np.float32).reshape(1, 4, 1, 1)
-    v = np.array([1, 3e38, 3e38, 3e38], np.float32).reshape(1, 4, 1, 1)
-    assert cuflash.attention(q, k, v, scale=1.0, backend="cpu").item() == 1
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_subnormal_weights_are_kept_and_smaller_ones_are_zero(dtype):
+    tiny = np.finfo(dtype).smallest_subnormal
+    least = float(np.log(np.longdouble(tiny) / 2))  # exp of anything below rounds to 0
+    x = np.linspace(np.log(np.finfo(dtype).tiny), least + 0.5, 50).astype(dtype)
+    k = np.stack([np.zeros_like(x), x, np.full_like(x, 1.01 * least), np.full_like(x, -np.inf)], axis=1)[:, :, None, None]
+    v = np.broadcast_to(np.array([0, 1, np.finfo(dtype).max, np.finfo(dtype).max], dtype)[None, :, None, None], k.shape)
+    out = cuflash.attention(np.ones((len(x), 1, 1, 1), dtype), k, v, scale=1.0, backend="cpu")[:, 0, 0, 0]
+    exact = np.exp(x.astype(np.longdouble))
+    assert (np.abs(out - exact) <= 4 * np.finfo(dtype).eps * exact + tiny).all()
 
 
 def test_equal_values_come_out_exactly():

@@ -52,7 +52,8 @@ def panel_rows(itemsize: int) -> int:
 
 # exp(r) on |r| <= ln(2) / 2: Chebyshev fits, relative error below the dtype's rounding
 _DEGREE = {4: 6, 8: 11}
-_UNDERFLOW = {4: -87.33654, 8: -708.39641}  # exp of less is below the smallest normal number and taken as 0
+_UNDERFLOW = {4: -103.97208, 8: -745.13321}  # exp of less is below half of the smallest subnormal number: 0
+_LIFT = {4: 24, 8: 53}  # 2^(n + lift) is a normal number for every n that occurs; the product with 2^-lift rounds once
 _MAGIC = {4: 1.5 * 2**23, 8: 1.5 * 2**52}  # adding it rounds to an integer, which then stands in the low bits
 _MANTISSA = {4: 23, 8: 52}
 _BIAS = {4: 127, 8: 1023}
@@ -186,10 +187,10 @@ class _Emitter:
         r = self.muladd(n, self.constant(-_LN2_LOW[size]), r)
         value = self.polynomial(_exp_coefficients(size), r)
         power = b.shl(b.bitcast(shifted, self.integers), self.bits(_MANTISSA[size]))
-        power = b.add(power, self.bits(_BIAS[size] << _MANTISSA[size]))
+        power = b.add(power, self.bits((_BIAS[size] + _LIFT[size]) << _MANTISSA[size]))
         value = b.fmul(value, b.bitcast(power, self.vector))  # a product, so that NaN stays NaN
+        value = b.fmul(value, self.constant(2.0 ** -_LIFT[size]))
         return b.select(b.fcmp_ordered("<", x, self.constant(_UNDERFLOW[size])), self.constant(0), value)
-
 
     def polynomial(self, coefficients, x):
         """Horner's rule; coefficients ascend."""
