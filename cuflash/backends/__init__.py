@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 from typing import Protocol
 
@@ -35,6 +36,7 @@ class Backend(Protocol):
         """Write every element of problem.out, and of problem.lse unless it is None."""
 
 
+@functools.cache
 def load(name: str) -> Backend | str:
     """The backend's module, or in words why it cannot be used."""
     module = REGISTRY[name]

@@ -104,7 +104,6 @@ class Work(NamedTuple):
     tasks: Tasks
     threads: int  # worth using
     rows: int  # of a block, at most
-    made_from: tuple[bytes | None, ...]  # see _lengths
 
     @property
     def most_rows(self) -> int:
@@ -123,13 +122,13 @@ def cut_up(problem: Problem, kernel: str) -> Work:
     splits = _splits(problem, kernel, sequences, rows)
     threads = cpu_threads.thread_count()
     tasks = plan_tasks(problem, sequences, rows, splits, threads * PORTIONS, THREAD_COST / 4)
-    return Work(sequences, tasks, max(1, min(threads, len(tasks.portions), int(tasks.cost / THREAD_COST))), rows, _lengths(problem))
+    return Work(sequences, tasks, max(1, min(threads, len(tasks.portions), int(tasks.cost / THREAD_COST))), rows)
 
 
-def _lengths(problem: Problem) -> tuple[bytes | None, ...]:
-    """The values (not shapes) that the tasks of a problem depend on: a plan may run with arrays of other lengths."""
-    arrays = (problem.cu_seqlens_q, problem.cu_seqlens_k, problem.kv_lengths, problem.kv_start)
-    return tuple(None if a is None else a.tobytes() for a in arrays)
+# Plans of the last calls: the layers of a model ask for the same one again and again, and making one costs as much as
+# the attention of a short sequence.
+_recent: dict[tuple, Plan] = {}
+_MOST_RECENT = 64
 
 
 def plan(problem: Problem, kernel: str) -> Plan:
@@ -140,6 +139,27 @@ def plan(problem: Problem, kernel: str) -> Plan:
         from . import cpu_callable
 
         return cpu_callable.plan(problem, kernel, NAME)
+    key = (kernel, cpu_threads.thread_count(), *_plan_depends_on(problem))
+    known = _recent.get(key)
+    if known is None:
+        known = _make_plan(problem, kernel)
+        if len(_recent) >= _MOST_RECENT:
+            _recent.clear()
+        _recent[key] = known
+    return known
+
+
+def _plan_depends_on(problem: Problem) -> tuple:
+    """Everything of a problem that its plan is made from: sizes and lengths, no addresses, strides or contents."""
+    lengths = (problem.cu_seqlens_q, problem.cu_seqlens_k, problem.kv_lengths, problem.kv_start)
+    return (
+        problem.batch, problem.seqlen_q, problem.seqlen_k, problem.heads_q, problem.heads_kv, problem.head_dim, problem.head_dim_v,
+        problem.compute_dtype.itemsize, problem.window, problem.align, problem.num_splits, problem.batch_invariant,
+        *(None if a is None else a.tobytes() for a in lengths),
+    )
+
+
+def _make_plan(problem: Problem, kernel: str) -> Plan:
     work = cut_up(problem, kernel)
     itemsize = problem.compute_dtype.itemsize
     rows, keys = _padded(work.most_rows), tile_keys(problem) + 8
@@ -208,10 +228,7 @@ def run(plan: Plan, problem: Problem) -> None:
 
         cpu_callable.run(plan, problem)
         return
-    work = plan.extra
-    if not isinstance(work, Work) or work.made_from != _lengths(problem):
-        work = cut_up(problem, plan.kernel)
-    _attend(problem, work)
+    _attend(problem, plan.extra)
 
 
 def _clear_unowned_rows(problem: Problem) -> None:
