@@ -35,22 +35,26 @@ _HOME = {
 __all__ = ["__version__", *_HOME]  # noqa: PLE0604
 
 if TYPE_CHECKING:
-    from .alibi import alibi_slopes
-    from .api import (
-        attention,
-        attention_backward,
-        attention_streamed,
-        attention_varlen,
-        attention_varlen_backward,
-        attention_weights,
-        decode,
-        logsumexp,
-        plan,
-    )
-    from .cache import PagedKVCache
-    from .explanation import Explanation, explain
-    from .merge import merge_softmax_stats, merge_states
-    from .types import CacheFullError, Gradients, NoBackendError, Plan
+    # "as": a type checker takes only such names for public ones, since it cannot evaluate __all__ above.
+    from .alibi import alibi_slopes as alibi_slopes
+    from .api import attention as attention
+    from .api import attention_backward as attention_backward
+    from .api import attention_streamed as attention_streamed
+    from .api import attention_varlen as attention_varlen
+    from .api import attention_varlen_backward as attention_varlen_backward
+    from .api import attention_weights as attention_weights
+    from .api import decode as decode
+    from .api import logsumexp as logsumexp
+    from .api import plan as plan
+    from .cache import PagedKVCache as PagedKVCache
+    from .explanation import Explanation as Explanation
+    from .explanation import explain as explain
+    from .merge import merge_softmax_stats as merge_softmax_stats
+    from .merge import merge_states as merge_states
+    from .types import CacheFullError as CacheFullError
+    from .types import Gradients as Gradients
+    from .types import NoBackendError as NoBackendError
+    from .types import Plan as Plan
 
 
 def __getattr__(name: str) -> Any:
@@ -63,4 +67,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOME})
+    return sorted(__all__)

@@ -34,7 +34,8 @@ def alibi_slopes(heads: int) -> np.ndarray:
 
     Examples
     --------
-    >>> alibi_slopes(6).tolist()
+    >>> import cuflash
+    >>> cuflash.alibi_slopes(6).tolist()
     [0.25, 0.0625, 0.015625, 0.00390625, 0.5, 0.125]
     """
     try:

@@ -53,9 +53,10 @@ def attention(
         One extra logit a head (natural, unscaled) that takes weight and has no value; counted in the log-sum-exp.
     score : {"dot", "sqdist"}
         "sqdist": logits -scale * sum((q - k)**2), by subtracting first, so that near points keep their digits.
-    score_mod, mask_mod : callable, optional
+    score_mod, mask_mod : callable or str, optional
         ``score_mod(s, b, h, i, j, **mod_args)`` returns changed logits, ``mask_mod(b, h, i, j, **mod_args)`` what is visible.
         On NumPy arrays both are called on tiles: s (rows, keys), ints b and h, positions i (rows, 1) and j (1, keys).
+        A str is a CUDA expression, which no backend of this version runs.
     mod_args : dict, optional
         Further keyword arguments for the two.
     kv_lengths : array_like of int, shape (B,), optional
@@ -177,6 +178,13 @@ def attention_varlen(
     ------
     TypeError, ValueError, NotImplementedError, NoBackendError
         As `attention`; ValueError also for cu_seqlens that do not start at 0, fall, or end beyond the array.
+
+    Examples
+    --------
+    >>> import numpy as np, cuflash
+    >>> q = k = v = np.ones((7, 2, 16), np.float32)  # sequences of 3 and 4 tokens, one behind the other
+    >>> cuflash.attention_varlen(q, k, v, [0, 3, 7], [0, 3, 7], causal=True).shape
+    (7, 2, 16)
     """
     problem = problems.build_varlen(
         q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, layout=layout, **options,
@@ -222,6 +230,18 @@ def decode(
     ----------
     Dao et al., "Flash-Decoding for long-context inference", 2023 (split keys, then an exact merge).
     Kwon et al., "Efficient Memory Management for Large Language Model Serving with PagedAttention", arXiv:2309.06180.
+
+    Examples
+    --------
+    >>> import numpy as np, cuflash
+    >>> k_cache, v_cache = (np.zeros((1, 64, 2, 16), np.float32) for _ in range(2))
+    >>> length = 0
+    >>> for _ in range(3):  # one token after the other; the caller counts
+    ...     q, k, v = (np.ones((1, 1, 2, 16), np.float32) for _ in range(3))
+    ...     out = cuflash.decode(q, k_cache, v_cache, [length], k_new=k, v_new=v)
+    ...     length += 1
+    >>> out.shape, k_cache[0, :4, 0, 0].tolist()
+    ((1, 1, 2, 16), [1.0, 1.0, 1.0, 0.0])
     """
     problem, new = problems.build_decode(
         q, k_cache, v_cache, kv_lengths, page_table=page_table, k_new=k_new, v_new=v_new, rope=rope,
@@ -267,6 +287,16 @@ def attention_backward(
     ------
     TypeError, ValueError, NotImplementedError, NoBackendError
         As `attention`.
+
+    Examples
+    --------
+    >>> import numpy as np, cuflash
+    >>> q = k = v = np.ones((1, 8, 2, 16), np.float32)
+    >>> out, lse = cuflash.attention(q, k, v, causal=True, return_lse=True)
+    >>> dout = np.ones_like(out)  # the gradient of out.sum()
+    >>> dq, dk, dv, _, _ = cuflash.attention_backward(dout, q, k, v, out, lse, causal=True, backend="reference")
+    >>> dv[0, :, 0, 0].sum().round(4).item()
+    8.0
     """
     problem = problems.build_backward(dout, q, k, v, out, lse, dlse=dlse, deterministic=deterministic, layout=layout, **options)
     return _differentiate(problem, layout, np.ndim(q))
@@ -378,7 +408,7 @@ def plan(q: Any, k: Any, v: Any, *, return_lse: bool = False, layout: str = "BSH
         _backend(self).run(self, fresh)
         return (out, lse) if return_lse else out
 
-    return chosen.bind(problem, run)
+    return chosen.bind(run)
 
 
 def _backend(chosen: Plan) -> Any:

@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
 from . import checks, options
 from .page_arrays import PageArrays
 from .pages import INT32_MAX, PageList, Sequences, per_id
+from .types import LAYOUTS, Layout
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -36,11 +37,11 @@ class PagedBatch:
         "BSHD" or "BHSD".
     """
 
-    k_pages: np.ndarray
-    v_pages: np.ndarray
+    k_pages: np.ndarray = field(repr=False)
+    v_pages: np.ndarray = field(repr=False)
     page_table: np.ndarray
     kv_lengths: np.ndarray
-    layout: Literal["BSHD", "BHSD"] = "BSHD"
+    layout: Layout = "BSHD"
 
     def layer(self, index: int) -> PagedBatch:
         """The same sequences in one layer of a cache made with ``num_layers``."""
@@ -92,8 +93,8 @@ class PagedKVCache:
 
     Examples
     --------
-    >>> import numpy as np
-    >>> cache = PagedKVCache(num_pages=8, page_size=4, heads_kv=2, head_dim=16)
+    >>> import numpy as np, cuflash
+    >>> cache = cuflash.PagedKVCache(num_pages=8, page_size=4, heads_kv=2, head_dim=16)
     >>> seq = cache.new_sequence()
     >>> cache.append(seq, np.ones((5, 2, 16), np.float32), np.ones((5, 2, 16), np.float32))
     0
@@ -116,7 +117,7 @@ class PagedKVCache:
 
     def __init__(
         self, *, num_pages: int, page_size: int = 16, heads_kv: int, head_dim: int, head_dim_v: int | None = None,
-        num_layers: int | None = None, dtype: Any = np.float32, layout: Literal["BSHD", "BHSD"] = "BSHD",
+        num_layers: int | None = None, dtype: Any = np.float32, layout: Layout = "BSHD",
         max_pages_per_seq: int | None = None,
     ) -> None:
         num_pages = checks.integer(num_pages, "num_pages", 1, INT32_MAX)
@@ -128,14 +129,14 @@ class PagedKVCache:
         if dtype is None:  # to NumPy it would mean float64
             raise TypeError("dtype: got None; the pages need a dtype")
         dtype = options.dtype(dtype, "dtype")
-        checks.choice(layout, "layout", ("BSHD", "BHSD"))
+        checks.choice(layout, "layout", LAYOUTS)
         page = (page_size, heads_kv) if layout == "BSHD" else (heads_kv, page_size)
         k_pages, v_pages = (np.zeros((*layers, num_pages, *page, size), dtype) for size in (head_dim, head_dim_v))
         self._init(k_pages, v_pages, PageArrays(k_pages, v_pages, layout), max_pages_per_seq)
 
     @classmethod
     def from_pages(
-        cls, k_pages: np.ndarray, v_pages: np.ndarray, *, layout: Literal["BSHD", "BHSD"] = "BSHD",
+        cls, k_pages: np.ndarray, v_pages: np.ndarray, *, layout: Layout = "BSHD",
         max_pages_per_seq: int | None = None,
     ) -> PagedKVCache:
         """A cache over existing pages, without a copy; ``import_table`` or ``import_csr`` then names the sequences.
@@ -153,7 +154,7 @@ class PagedKVCache:
         PagedKVCache
             Holds no sequence yet; all its pages are free.
         """
-        checks.choice(layout, "layout", ("BSHD", "BHSD"))
+        checks.choice(layout, "layout", LAYOUTS)
         cache = cls.__new__(cls)
         cache._init(k_pages, v_pages, PageArrays.over(k_pages, v_pages, layout), max_pages_per_seq)
         return cache

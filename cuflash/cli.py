@@ -16,16 +16,19 @@ import numpy as np
 
 import cuflash
 
+from . import host
+
 PACKAGES = (
     "numpy", "numba", "llvmlite", "scipy", "threadpoolctl", "ml_dtypes", "platformdirs",
-    "cupy-cuda12x", "cupy-cuda13x", "cupy", "cuda-bindings", "nvidia-cuda-nvrtc-cu12", "nvidia-cuda-nvrtc", "numba-cuda", "mpi4py",
+    "cupy-cuda12x", "cupy-cuda13x", "cupy", "cuda-bindings", "nvidia-cuda-nvrtc-cu12", "nvidia-cuda-nvrtc", "numba-cuda",
+    "mpi4py",
 )  # fmt: skip
 
 # Modules that a backend cannot do without, and the command that brings them.
 NEEDS = {
     "cuda": (("cupy",), 'pip install "cuflash[cuda13]"   (or cuda12: the CUDA version that nvidia-smi prints)'),
     "numba-cuda": (("cupy", "numba_cuda"), 'pip install "cuflash[cuda13-full]"   (or cuda12-full)'),
-    "cpu": (("numba", "scipy", "threadpoolctl"), "pip install numba scipy threadpoolctl"),
+    "cpu": (("numba",), "pip install numba"),
     "reference": ((), ""),
 }
 
@@ -66,8 +69,8 @@ def build_parser() -> argparse.ArgumentParser:
         explain.add_argument(f"--{name}", type=positive, default=default, required=default is None, help=meaning, metavar="N")
     explain.add_argument("--seqlen-k", type=positive, metavar="N", help="keys")
     explain.add_argument("--heads-kv", type=positive, metavar="N", help="key/value heads (default: as many as query heads)")
-    explain.add_argument("--dtype", default="float32", choices=("float16", "bfloat16", "float32", "float64"))
-    explain.add_argument("--causal", action="store_true")
+    explain.add_argument("--dtype", default="float32", choices=("float16", "bfloat16", "float32", "float64"), help="of q, k and v")
+    explain.add_argument("--causal", action="store_true", help="no query sees a later key")
     explain.set_defaults(command=explain_command)
     return parser
 
@@ -103,14 +106,16 @@ def explain_command(arguments: argparse.Namespace) -> str:
 
 def gather_info() -> dict[str, Any]:
     """Everything ``info`` shows; imports no GPU library and starts no CUDA."""
+    from .backends.cpu_threads import thread_count
+
     return {
         "cuflash": cuflash.__version__,
         "location": str(Path(cuflash.__file__).parent),
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "cpu": cpu_model(),
-        "threads": usable_threads(),
-        "cache": str(cache_directory()),
+        "cpu": host.cpu_model(),
+        "threads": thread_count(),
+        "cache": str(host.cache_directory()),
         "packages": {name: version for name in PACKAGES if (version := installed_version(name))},
         "backends": backend_states(),
     }
@@ -121,32 +126,6 @@ def installed_version(package: str) -> str | None:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
-
-
-def cpu_model() -> str:
-    """Name of the processor, as exactly as the system tells it without help."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
-    except OSError:
-        lines = []
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, "") or platform.processor() or platform.machine() or "unknown"
-
-
-def usable_threads() -> int:
-    """Processors that this process may use, which in a container can be fewer than the machine has."""
-    affinity = getattr(os, "sched_getaffinity", None)
-    return len(affinity(0)) if affinity else os.cpu_count() or 1
-
-
-def cache_directory() -> Path:
-    """Where compiled kernels are kept: CUFLASH_CACHE_DIR, else the user's cache directory."""
-    chosen = os.environ.get("CUFLASH_CACHE_DIR")
-    if chosen:
-        return Path(chosen).expanduser()
-    import platformdirs
-
-    return Path(platformdirs.user_cache_dir("cuflash"))
 
 
 def backend_states() -> dict[str, dict[str, Any]]:
@@ -160,15 +139,17 @@ def backend_state(name: str) -> dict[str, Any]:
     from . import backends, planner, problem
 
     modules, mend = NEEDS[name]
-    missing = [module for module in modules if importlib.util.find_spec(module) is None]
-    if missing and backends.REGISTRY[name] is not None:
-        return {"usable": False, "reason": f"not installed: {', '.join(missing)}", "mend": mend}
     try:
         backend = backends.load(name)
+        if isinstance(backend, str):
+            return {"usable": False, "reason": backend}
+        missing = [module for module in modules if importlib.util.find_spec(module) is None]
+        if missing:
+            return {"usable": False, "reason": f"not installed: {', '.join(missing)}", "mend": mend}
+        if name == "cpu":
+            importlib.import_module("numba")  # which the backend itself loads at its first call
     except Exception as error:  # a broken Numba or driver raises many kinds
         return {"usable": False, "reason": f"does not load: {error}", "mend": mend}
-    if isinstance(backend, str):
-        return {"usable": False, "reason": backend}
     tiny = np.zeros((1, 1, 1, 16), np.float32)
     reason = planner.decline(backend, problem.build_attention(tiny, tiny, tiny), backend.KERNELS[0])
     if reason is not None:

@@ -12,7 +12,9 @@ from . import checks, planner
 from . import options as opts
 from . import problem as problems
 from .api import takes_options
-from .types import UNBOUNDED, Plan, Problem
+from .types import LAYOUTS, UNBOUNDED, Plan, Problem
+
+LARGEST_SIZE = 1 << 26  # pairs are counted row by row
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +77,8 @@ def explain(
 
     Examples
     --------
-    >>> e = explain(seqlen=2048, heads=32, dim=128)
+    >>> import cuflash
+    >>> e = cuflash.explain(seqlen=2048, heads=32, dim=128)
     >>> e.scores_per_head // 2**20, e.scores_total // 2**20
     (16, 512)
     """
@@ -98,8 +101,8 @@ def explain(
 def shapes_only(sizes: dict[str, Any], dtype: np.dtype, layout: str) -> list[np.ndarray]:
     """q, k and v of the given sizes, as broadcast views of one element."""
     may_be_zero = ("batch", "seqlen", "seqlen_k")
-    n = {name: checks.integer(size, name, low=0 if name in may_be_zero else 1) for name, size in sizes.items()}
-    checks.choice(layout, "layout", problems.LAYOUTS)
+    n = {name: checks.integer(size, name, low=0 if name in may_be_zero else 1, high=LARGEST_SIZE) for name, size in sizes.items()}
+    checks.choice(layout, "layout", LAYOUTS)
     shapes = [
         (n["batch"], n["seqlen"], n["heads"], n["dim"]),
         (n["batch"], n["seqlen_k"], n["heads_kv"], n["dim"]),

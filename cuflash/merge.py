@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-_LAYOUTS = ("BSHD", "BHSD")
+from .types import LAYOUTS
 
 
 def merge_states(outs: Any, lses: Any, *, layout: str = "BSHD", out: Any = None, lse: Any = None) -> tuple[Any, Any]:
@@ -64,13 +64,13 @@ def merge_states(outs: Any, lses: Any, *, layout: str = "BSHD", out: Any = None,
     Examples
     --------
     >>> import numpy as np
-    >>> from cuflash.merge import merge_states
+    >>> from cuflash import merge_states
     >>> outs = [np.zeros((1, 1), np.float32), np.ones((1, 1), np.float32)]
     >>> lses = [np.log(np.array([3.0], np.float32)), np.zeros(1, np.float32)]  # three keys, one key
     >>> float(merge_states(outs, lses)[0][0, 0])
     0.25
     """
-    if layout not in _LAYOUTS:
+    if layout not in LAYOUTS:
         raise ValueError(f"layout: got {layout!r}; allowed are 'BSHD', 'BHSD'")
     outs, lses = _parts(outs, "outs"), _parts(lses, "lses")
     xp = _array_module([*outs, *lses], "outs, lses")
@@ -82,7 +82,7 @@ def merge_states(outs: Any, lses: Any, *, layout: str = "BSHD", out: Any = None,
     with np.errstate(all="ignore"):  # infinities and NaN are meant
         shares, merged_lse = _shares([x.astype(compute) for x in lses], xp)
         merged = xp.zeros(outs[0].shape, compute)
-        for part, share, part_lse in zip(outs, shares, lses):
+        for part, share, part_lse in zip(outs, shares, lses, strict=True):
             weighted = part.astype(compute) * _per_row(share, part.ndim, layout, xp)
             # A part without keys is left out by a choice, not by its share of 0: its output may hold NaN.
             merged += xp.where(_per_row(part_lse == -math.inf, part.ndim, layout, xp), 0, weighted)
@@ -155,7 +155,7 @@ def merge_softmax_stats(m1: Any, l1: Any, m2: Any, l2: Any) -> tuple[Any, Any]:
     """
     named = {"m1": m1, "l1": l1, "m2": m2, "l2": l2}
     scalars = [isinstance(x, (int, float)) and not isinstance(x, np.generic) for x in named.values()]
-    arrays = [x for x, scalar in zip(named.values(), scalars) if not scalar]
+    arrays = [x for x, scalar in zip(named.values(), scalars, strict=True) if not scalar]
     for name, x in named.items():
         _check_real(x, name)
     xp = _array_module(arrays, "m1, l1, m2, l2") if arrays else np
@@ -223,7 +223,7 @@ def _check_parts(outs: list, lses: list, layout: str) -> None:
     rows = shape[:-1]
     if layout == "BSHD" and len(rows) > 1:
         rows = (*rows[:-2], rows[-1], rows[-2])
-    for n, (part, lse) in enumerate(zip(outs, lses)):
+    for n, (part, lse) in enumerate(zip(outs, lses, strict=True)):
         if part.shape != shape:
             raise ValueError(f"outs[{n}]: shape {part.shape}; it must be that of outs[0], {shape}")
         if part.dtype != outs[0].dtype:

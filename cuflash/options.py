@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import keyword
 import math
 from collections.abc import Callable, Mapping
@@ -42,12 +43,21 @@ def window(value: Any, is_causal: bool) -> tuple[int, int]:
     return sides[0], sides[1]
 
 
-def scale(value: Any, score: str, head_dim: int) -> float | np.ndarray:
+def in_range(value: Any, name: str, problem: Problem) -> Any:
+    """``value``, whose numbers must be finite in the dtype that the problem computes in."""
+    most = float(np.finfo(problem.compute_dtype).max)
+    if np.abs(value).max(initial=0.0) > most:
+        raise ValueError(f"{name}: got {value}; the largest number of {problem.compute_dtype} arithmetic is {most:.4g}")
+    return value
+
+
+def scale(value: Any, score: str, problem: Problem) -> float | np.ndarray:
     """The softmax scale: 1/sqrt(D) for dot products (Vaswani et al. 2017, eq. 1), 1 for squared distances, by default."""
+    head_dim = problem.head_dim
     if value is None:
         return 1.0 if score == "sqdist" else 1.0 / math.sqrt(head_dim)
     if not isinstance(value, list | tuple) and np.ndim(value) == 0:
-        return checks.real(value, "scale")
+        return in_range(checks.real(value, "scale"), "scale", problem)
     vector = arrays.host_floats(value, "scale")
     if score != "sqdist":
         raise ValueError(f"scale: shape {vector.shape}; an array (D,) is allowed only with score='sqdist'")
@@ -55,17 +65,21 @@ def scale(value: Any, score: str, head_dim: int) -> float | np.ndarray:
         raise ValueError(f"scale: shape {vector.shape}; it must be a number or ({head_dim},), one factor an element of the head")
     if not np.isfinite(vector).all():
         raise ValueError(f"scale: got {vector}; every factor must be finite")
-    return vector
+    return in_range(vector, "scale", problem)
 
 
-def softcap(value: Any) -> float:
+def softcap(value: Any, problem: Problem) -> float:
     """softcap > 0, or None for no cap."""
     if value is None:
         return 0.0
     cap = checks.real(value, "softcap")
+    numbers = np.finfo(problem.compute_dtype)
     if cap <= 0:
         raise ValueError(f"softcap: got {cap}; it must be above 0, or None for no cap")
-    return cap
+    if cap < float(numbers.tiny):
+        least = f"at least {float(numbers.tiny):.4g}, the smallest normal number of {numbers.dtype}"
+        raise ValueError(f"softcap: got {cap}; it must be {least}, or None for no cap")
+    return cap if cap <= float(numbers.max) else 0.0  # beyond every number there is, it caps none
 
 
 def modifier(value: Any, name: str) -> str | Callable | None:
@@ -91,6 +105,21 @@ def mod_args(value: Any, score_mod: Any, mask_mod: Any) -> Mapping[str, Any]:
     return dict(value)
 
 
+def fits_arguments(function: Any, name: str, given: int, mod_args: Mapping[str, Any]) -> None:
+    """score_mod or mask_mod must take its ``given`` positional arguments and the names in mod_args."""
+    if not callable(function):
+        return
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # a function of C that does not tell
+        return
+    try:
+        signature.bind(*range(given), **mod_args)
+    except TypeError as error:
+        takes = "(s, b, h, i, j, **mod_args)" if given == 5 else "(b, h, i, j, **mod_args)"
+        raise TypeError(f"{name}: it cannot be called with {takes}, mod_args {list(mod_args)}: {error}") from None
+
+
 def alibi(value: Any, problem: Problem) -> np.ndarray | None:
     """ALiBi slopes (Hq,) or (B, Hq), as (B, Hq) float64."""
     if value is None:
@@ -101,18 +130,19 @@ def alibi(value: Any, problem: Problem) -> np.ndarray | None:
         raise ValueError(f"alibi_slopes: shape {slopes.shape}; it must be {full[1:]}, one slope a query head, or {full}")
     if not np.isfinite(slopes).all():
         raise ValueError(f"alibi_slopes: got {slopes}; every slope must be finite")
-    return np.ascontiguousarray(np.broadcast_to(slopes, full))
+    return np.array(np.broadcast_to(in_range(slopes, "alibi_slopes", problem), full))
 
 
-def sinks(value: Any, heads_q: int) -> np.ndarray | None:
+def sinks(value: Any, problem: Problem) -> np.ndarray | None:
     """Attention sinks (Hq,): one extra logit a head that has no value. -inf means none."""
     if value is None:
         return None
     logits = arrays.host_floats(value, "sinks")
-    if logits.shape != (heads_q,):
-        raise ValueError(f"sinks: shape {logits.shape}; it must be ({heads_q},), one logit a query head")
+    if logits.shape != (problem.heads_q,):
+        raise ValueError(f"sinks: shape {logits.shape}; it must be ({problem.heads_q},), one logit a query head")
     if np.isnan(logits).any() or (logits == np.inf).any():
         raise ValueError(f"sinks: got {logits}; every logit must be finite or -inf")
+    in_range(logits[np.isfinite(logits)], "sinks", problem)
     return logits
 
 

@@ -7,12 +7,13 @@ from typing import Any
 import numpy as np
 
 from . import arrays, checks
+from .types import Layout
 
 
 class PageArrays:
     """Keys and values of all pages: (P, page, Hkv, D) or (P, Hkv, page, D), or with an axis of layers in front."""
 
-    def __init__(self, k_pages: np.ndarray, v_pages: np.ndarray, layout: str) -> None:
+    def __init__(self, k_pages: np.ndarray, v_pages: np.ndarray, layout: Layout) -> None:
         self.layout, self.dtype = layout, k_pages.dtype
         self.num_layers = len(k_pages) if k_pages.ndim == 5 else None
         # Views (L, P, page, Hkv, D) of the same memory: the only form that the rest of the class works on.
@@ -21,7 +22,7 @@ class PageArrays:
         self.head_dim_v = self._v.shape[-1]
 
     @classmethod
-    def over(cls, k_pages: Any, v_pages: Any, layout: str) -> PageArrays:
+    def over(cls, k_pages: Any, v_pages: Any, layout: Layout) -> PageArrays:
         """Check pages of a user's making."""
         k, v = checks.same_place_and_dtype(k_pages=k_pages, v_pages=v_pages).values()
         if len(k.shape) not in (4, 5) or 0 in k.shape:
@@ -62,7 +63,8 @@ class PageArrays:
             if len(a.shape) != len(axes) or any(want not in ("n", came) for want, came in zip(axes, a.shape, strict=True)):
                 raise ValueError(f"{name}: shape {a.shape}; it must be ({', '.join(map(str, axes))})")
             x = self._canonical(a.array)
-            checked.append(x.reshape(self.num_layers if layered else 1, 1 if batch is None else batch, *x.shape[-3:]))
+            layers = self.num_layers if layered and self.num_layers is not None else 1
+            checked.append(x.reshape(layers, 1 if batch is None else batch, *x.shape[-3:]))
         k, v = checked
         if k.shape[2] != v.shape[2]:
             raise ValueError(f"v: {v.shape[2]} tokens; they must be as many as those of k, {k.shape[2]}")

@@ -51,5 +51,5 @@ def decline(backend: backends.Backend, problem: Problem, kernel: str) -> str | N
     if kernel not in backend.KERNELS:
         return f"this backend has no such kernel; it has {', '.join(backend.KERNELS)}"
     if problem.op == "backward" and not hasattr(backend, "run_backward"):
-        return "this backend has no backward pass yet; backend='reference' has one (float64, slow, memory O(N^2))"
+        return "this backend has no backward pass yet; backend='reference' has one (float64, slow)"
     return backend.decline(problem, kernel)

@@ -8,11 +8,11 @@ import numpy as np
 
 from . import arrays, checks
 from . import options as opts
-from .types import ArrayView, Gradients, Problem
+from .types import LAYOUTS, ArrayView, Gradients, Problem
 
-LAYOUTS = ("BSHD", "BHSD")
 KERNELS = ("auto", "naive", "fa1", "fa2", "fa3", "decode")
 BACKENDS = ("cuda", "numba-cuda", "cpu", "reference")
+MOST_SPLITS = 2**31 - 1  # more than keys of any sequence
 
 
 def build_attention(q: Any, k: Any, v: Any, *, layout: str = "BSHD", page_table: Any = None, **options: Any) -> Problem:
@@ -26,10 +26,11 @@ def dense(op: Literal["attention", "decode"], named: dict[str, ArrayView], layou
     """Arrays and sizes of a call on dense q and dense or paged keys and values, under the user's names for the three."""
     q_name, k_name, v_name = named
     canon = canonical_pages
+    q = canonical(named[q_name], layout, q_name)
     if page_table is None:
         checks.same_rank(**named)
         canon = canonical
-    q, k, v = canonical(named[q_name], layout, q_name), canon(named[k_name], layout, k_name), canon(named[v_name], layout, v_name)
+    k, v = canon(named[k_name], layout, k_name), canon(named[v_name], layout, v_name)
     checks.heads_and_dims({q_name: q, k_name: k, v_name: v}, layout)
     if page_table is None and k.shape[0] != q.shape[0]:
         shapes = f"shapes {q_name} {named[q_name].shape}, {k_name} {named[k_name].shape}, layout={layout!r}"
@@ -151,9 +152,12 @@ def with_options(
         checks.choice(precision, "precision", ("tf32",))
     opts.stream(stream, problem.q)
     if num_splits is not None:
-        num_splits = checks.integer(num_splits, "num_splits", low=1)
+        num_splits = min(checks.integer(num_splits, "num_splits", low=1), MOST_SPLITS)
     checks.flag(batch_invariant, "batch_invariant")
     is_causal, align = opts.causal(causal)
+    mod_args = opts.mod_args(mod_args, score_mod, mask_mod)
+    opts.fits_arguments(score_mod, "score_mod", 5, mod_args)
+    opts.fits_arguments(mask_mod, "mask_mod", 4, mod_args)
     changes: dict[str, Any] = with_lengths(problem, kv_lengths, kv_start)
     if bias is not None:
         changes["bias"], changes["bias_shape"] = opts.bias(bias, problem)
@@ -161,10 +165,10 @@ def with_options(
         changes["mask"], changes["mask_is_tail"] = opts.mask(mask, problem, changes["kv_lengths"])
     return problem.replace(
         causal=is_causal, align=align, window=opts.window(window, is_causal), score=score,
-        scale=opts.scale(scale, score, problem.head_dim), softcap=opts.softcap(softcap),
+        scale=opts.scale(scale, score, problem), softcap=opts.softcap(softcap, problem),
         score_mod=opts.modifier(score_mod, "score_mod"), mask_mod=opts.modifier(mask_mod, "mask_mod"),
-        mod_args=opts.mod_args(mod_args, score_mod, mask_mod), alibi_slopes=opts.alibi(alibi_slopes, problem),
-        sinks=opts.sinks(sinks, problem.heads_q), precision=precision, num_splits=num_splits,
+        mod_args=mod_args, alibi_slopes=opts.alibi(alibi_slopes, problem),
+        sinks=opts.sinks(sinks, problem), precision=precision, num_splits=num_splits,
         batch_invariant=bool(batch_invariant),
         out_dtype=problem.q.dtype if out_dtype is None else opts.dtype(out_dtype, "out_dtype"), kernel=kernel, backend=backend,
         stream=stream, **changes,

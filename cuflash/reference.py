@@ -23,9 +23,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+from .modifiers import modified_mask, modified_scores
 from .types import UNBOUNDED, Gradients, Problem, Sequence
 
-BLOCK_ELEMENTS = 1 << 20  # of one score matrix: about six of 8 MB are alive at a time
+BLOCK_ELEMENTS = 1 << 20  # of one score matrix: eight to ten of 8 MB are alive at a time
 
 
 # --- which rows and keys belong together --------------------------------------------------------------------------
@@ -62,6 +63,8 @@ def blocks(problem: Problem) -> Iterator[Block]:
 
 def _block(problem: Problem, sequence: Sequence, head: int, first: int, last: int, j: np.ndarray) -> Block:
     rows = slice(first, last)
+    query_index: tuple
+    lse_index: tuple
     if problem.varlen:
         packed = slice(sequence.q_begin + first, sequence.q_begin + last)
         query_index, lse_index = (packed, head), (head, packed)
@@ -82,7 +85,7 @@ def _block(problem: Problem, sequence: Sequence, head: int, first: int, last: in
 
 def key_index(problem: Problem, sequence: Sequence, j: np.ndarray, head_kv: int) -> tuple:
     """The index that picks keys ``j`` of a sequence out of k or v, as (keys, D), in each of the three storages."""
-    if problem.paged:
+    if problem.page_table is not None:
         return problem.page_table[sequence.index, j // problem.page_size], j % problem.page_size, head_kv
     if problem.cu_seqlens_k is not None:
         return sequence.k_begin + j, head_kv
@@ -131,6 +134,7 @@ def biased(problem: Problem, block: Block, s: np.ndarray) -> np.ndarray:
 
 def bias_of(problem: Problem, block: Block) -> np.ndarray:
     """The bias of a block, (rows, keys)."""
+    assert problem.bias is not None
     return widened(problem.bias.array[block.plane][block.rows, block.keys])
 
 
@@ -138,8 +142,7 @@ def modified(problem: Problem, block: Block, s: np.ndarray) -> np.ndarray:
     """Scores after the user's score_mod, a function of the score and the positions, element by element."""
     if problem.score_mod is None:
         return s
-    result = problem.score_mod(s, *block.plane, block.i, block.j, **problem.mod_args)
-    return np.broadcast_to(np.asarray(result, np.float64), s.shape)
+    return modified_scores(problem, s, *block.plane, block.i, block.j)
 
 
 def visibility(problem: Problem, block: Block) -> np.ndarray:
@@ -154,7 +157,7 @@ def visibility(problem: Problem, block: Block) -> np.ndarray:
     if problem.mask is not None:
         visible &= mask_of(problem, block)
     if problem.mask_mod is not None:
-        visible &= np.asarray(problem.mask_mod(*block.plane, i, j, **problem.mod_args), bool)
+        visible &= modified_mask(problem, *block.plane, i, j)
     if problem.bias is not None:
         visible &= bias_of(problem, block) != -np.inf
     return visible
@@ -162,6 +165,7 @@ def visibility(problem: Problem, block: Block) -> np.ndarray:
 
 def mask_of(problem: Problem, block: Block) -> np.ndarray:
     """The boolean mask of a block, (rows, keys)."""
+    assert problem.mask is not None
     rows_of_mask = problem.mask.array[block.plane][block.rows]
     if not problem.mask_is_tail:
         return rows_of_mask[:, block.keys]
@@ -330,6 +334,7 @@ def backward(problem: Problem) -> Gradients:
         ``dbias`` has the shape of the bias before it was broadcast, ``dsinks`` is (Hq,); None without bias or sinks.
         Exact to rounding, but for ``score_mod``, whose derivative is good to about 1e-10.
     """
+    assert problem.dout is not None
     dq = np.zeros(problem.q.shape)
     dk = np.zeros(problem.k.shape)
     dv = np.zeros(problem.v.shape)
@@ -354,6 +359,6 @@ def backward(problem: Problem) -> Gradients:
             # Added, since heads and pages are shared; unbuffered, since a table may even list one page twice.
             np.add.at(dk, block.key_index, dkeys)
             np.add.at(dv, block.key_index, dvalues)
-    if dbias is not None:
-        dbias = reduced(dbias, problem.bias.shape if problem.bias_shape is None else problem.bias_shape)
+    if dbias is not None and problem.bias_shape is not None:
+        dbias = reduced(dbias, problem.bias_shape)
     return Gradients(dq, dk, dv, dbias, dsinks)

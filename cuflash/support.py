@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -11,13 +12,16 @@ import numpy as np
 from . import backends, planner, problem
 from .types import Problem
 
-DTYPES = {"f16": np.dtype(np.float16), "bf16": np.dtype(ml_dtypes.bfloat16), "f32": np.dtype(np.float32), "f64": np.dtype(np.float64)}
+DTYPES = {
+    name: np.dtype(t) for name, t in (("f16", np.float16), ("bf16", ml_dtypes.bfloat16), ("f32", np.float32), ("f64", np.float64))
+}
 ALL, NONE, LATER = "all", "-", "later"
 
 _BATCH, _KEYS, _HEADS, _DIM, _PAGE = 2, 8, 2, 16, 4
 
 
-class Arrays(NamedTuple):
+@dataclass(frozen=True)
+class Arrays:
     """Tiny arrays of zeros, of one dtype; ``rows`` query rows."""
 
     dtype: np.dtype
@@ -34,7 +38,9 @@ class Arrays(NamedTuple):
     def k(self) -> np.ndarray:
         return self.zeros(_BATCH, _KEYS, _HEADS, _DIM)
 
-    v = k
+    @property
+    def v(self) -> np.ndarray:
+        return self.k
 
 
 Build = Callable[[Arrays], Problem]
@@ -55,7 +61,11 @@ def _paged(a: Arrays) -> Problem:
 
 
 def _per_row(name: str, dtype: Any) -> Build:
-    return lambda a: problem.build_attention(a.q, a.k, a.v, **{name: np.ones((a.rows, _KEYS), dtype or a.dtype)})
+    def build(a: Arrays) -> Problem:
+        options: dict[str, Any] = {name: np.ones((a.rows, _KEYS), dtype or a.dtype)}
+        return problem.build_attention(a.q, a.k, a.v, **options)
+
+    return build
 
 
 def _varlen(a: Arrays, **options: Any) -> Problem:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 
 UNBOUNDED = -1  # a window side without limit
 HOST = -1  # device number of host memory
+
+Layout = Literal["BSHD", "BHSD"]
+LAYOUTS: tuple[str, ...] = get_args(Layout)
 
 
 class NoBackendError(RuntimeError):
@@ -21,7 +24,7 @@ class CacheFullError(RuntimeError):
     """A paged cache has no free page left; nothing was written."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class ArrayView:
     """An array as cuflash sees it: where it lies and how it is laid out, in cuflash's own axis order.
 
@@ -46,7 +49,7 @@ class ArrayView:
 class Sequence(NamedTuple):
     """One sequence of a batch: which rows of q and which keys belong to it."""
 
-    index: int  # b
+    index: int  # type: ignore[assignment]  # b; hides tuple.index
     q_begin: int  # first row in the (varlen: packed) query array
     q_length: int
     k_begin: int  # first key in the (varlen: packed) key array; 0 when dense or paged
@@ -188,7 +191,7 @@ class Problem:
         return dataclasses.replace(self, **changes)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Plan:
     """What will run and why: immutable, printable, thread-safe.
 
@@ -204,12 +207,11 @@ class Plan:
     workspace: int = 0  # bytes beyond inputs and outputs
     declined: tuple[str, ...] = ()  # "backend/kernel: reason" of those asked before
     extra: Any = field(default=None, repr=False)  # the backend's own
-    problem: Problem | None = field(default=None, repr=False)
     _run: Callable | None = field(default=None, repr=False)
 
-    def bind(self, problem: Problem, run: Callable) -> Plan:
-        """This plan, able to run."""
-        return dataclasses.replace(self, problem=problem, _run=run)
+    def bind(self, run: Callable) -> Plan:
+        """This plan, able to run: ``run`` gets the plan and the arguments of the method of that name."""
+        return dataclasses.replace(self, _run=run)
 
     def run(self, q: Any, k: Any, v: Any, *, out: Any = None, lse: Any = None, stream: Any = None) -> Any:
         """Run on arrays of the planned signature; returns out, or (out, lse) if the plan was made with return_lse."""
@@ -218,7 +220,7 @@ class Plan:
         return self._run(self, q, k, v, out, lse, stream)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Gradients:
     """Gradients of one attention call; each has the shape, dtype and kind of what it belongs to."""
 
@@ -227,3 +229,7 @@ class Gradients:
     dv: Any
     dbias: Any = None
     dsinks: Any = None
+
+    def __iter__(self) -> Iterator[Any]:
+        """dq, dk, dv, dbias, dsinks, so that they can be unpacked."""
+        return iter((self.dq, self.dk, self.dv, self.dbias, self.dsinks))

@@ -12,16 +12,15 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import compare
 import numpy as np
 import pytest
+from cases import Case, Target
 
 import cuflash
 from cuflash import NoBackendError
 from cuflash.problem import build_attention
 from cuflash.types import Problem
-
-import compare
-from cases import Case, Target
 
 # --- how arrays lie in memory --------------------------------------------------------------------------------------
 
@@ -110,7 +109,10 @@ class Plain(NamedTuple):
 def plain(case: Case, dtype: np.dtype) -> Plain:
     """The numbers of a case, the same in every run."""
     s, rng = case.shape, case.rng()
-    q, k, v = (rng.standard_normal(shape).astype(dtype) for shape in ((s.b, s.sq, s.hq, s.d), (s.b, s.sk, s.hkv, s.d), (s.b, s.sk, s.hkv, s.dv)))
+    q, k, v = (
+        rng.standard_normal(shape).astype(dtype)
+        for shape in ((s.b, s.sq, s.hq, s.d), (s.b, s.sk, s.hkv, s.d), (s.b, s.sk, s.hkv, s.dv))
+    )
     if case.strides == "expanded":
         q, k, v = q[:1].repeat(s.b, 0), *(a[:1, :, :1].repeat(s.b, 0).repeat(s.hkv, 2) for a in (k, v))
     options: dict[str, Any] = {}
@@ -197,7 +199,9 @@ class Call:
     out: np.ndarray
     lse: np.ndarray
     case: Case
-    appended: list[tuple[str, np.ndarray, np.ndarray]] = field(default_factory=list)  # cache name, the cache, what it must hold afterwards
+    appended: list[tuple[str, np.ndarray, np.ndarray]] = field(
+        default_factory=list
+    )  # cache name, the cache, what it must hold afterwards
 
     def inputs(self) -> Iterator[np.ndarray]:
         """Arrays that the call must leave as they are."""
@@ -342,7 +346,9 @@ def run(call: Call, target: Target) -> None:
     """Run a call into its buffers and check everything but the numbers: what was returned, and that nothing else was written."""
     inputs = [(a, a.tobytes()) for a in call.inputs()]
     try:
-        result = call.function(*call.args, out=call.out, lse=call.lse, return_lse=True, kernel=target.kernel, backend=target.backend, **call.options)
+        result = call.function(
+            *call.args, out=call.out, lse=call.lse, return_lse=True, kernel=target.kernel, backend=target.backend, **call.options
+        )
     except NoBackendError as error:
         words = call.case.declines.get(target.name)
         assert words is not None, f"{target.name} declines a case that is not listed: {error}"
@@ -369,7 +375,9 @@ def parts(call: Call) -> list[tuple[np.ndarray, np.ndarray]]:
         return [(from_user(call.out, case), call.lse[(None,) * (4 - case.axes)])]
     out = call.out if case.layout == "BSHD" else call.out.transpose(1, 0, 2)
     cu = cumulative(case.packed.q)
-    assert not out[cu[-1]:].any() and (call.lse[:, cu[-1]:] == -np.inf).all(), "rows behind the last sequence must be 0, their LSE -inf"
+    assert not out[cu[-1] :].any() and (call.lse[:, cu[-1] :] == -np.inf).all(), (
+        "rows behind the last sequence must be 0, their LSE -inf"
+    )
     return [(out[None, a:b], call.lse[None, :, a:b]) for a, b in zip(cu[:-1], cu[1:], strict=True)]
 
 

@@ -190,7 +190,10 @@ PLAIN = (
     case("long-queries", "1,1025,130,1,1,8", causal),
     *(case(f"ratio-{r}", f"2,3,17,{r * (1 + r % 2)},{1 + r % 2},8", causal) for r in RATIOS),
     *(case(f"head-size-{d}", f"1,9,70,2,1,{d}", causal) for d in HEAD_SIZES),
-    *(case(f"head-sizes-{d}-{dv}", f"1,9,70,2,1,{d},{dv}") for d, dv in ((16, 1), (1, 16), (64, 128), (192, 128), (33, 5), (72, 80), (5, 256))),
+    *(
+        case(f"head-sizes-{d}-{dv}", f"1,9,70,2,1,{d},{dv}")
+        for d, dv in ((16, 1), (1, 16), (64, 128), (192, 128), (33, 5), (72, 80), (5, 256))
+    ),
     case("one-of-everything", "1,1,1,1,1,1"),
     case("batch", "5,33,40,3,3,16", causal),
 )
@@ -217,10 +220,13 @@ POSITIONS = (
     case("upper-left", "1,70,130,2,1,16", upper_left),
     case("upper-left-more-queries", "1,130,70,2,1,16", upper_left),
     *(
-        case(f"window{left},{right}{'-causal' if c else ''}-{sq}x{sk}", f"1,{sq},{sk},2,1,8", fixed(causal=c, window=(left, right)))
+        case(
+            f"window{left},{right}{'-causal' if c else ''}-{sq}x{sk}", f"1,{sq},{sk},2,1,8", fixed(causal=c, window=(left, right))
+        )
         for left, right, c, sq, sk in (
-            (0, 0, False, 130, 130), (1, 0, False, 65, 130), (3, 5, False, 130, 65), (-1, 2, False, 70, 200), (2, -1, False, 70, 200),
-            (64, 0, True, 200, 200), (7, -1, True, 129, 300), (100, 63, False, 257, 257), (-1, -1, True, 66, 66), (300, 300, False, 70, 70),
+            (0, 0, False, 130, 130), (1, 0, False, 65, 130), (3, 5, False, 130, 65), (-1, 2, False, 70, 200),
+            (2, -1, False, 70, 200), (64, 0, True, 200, 200), (7, -1, True, 129, 300), (100, 63, False, 257, 257),
+            (-1, -1, True, 66, 66), (300, 300, False, 70, 70),
         )
     ),
     case("window-upper-left", "1,130,200,2,1,8", fixed(causal="upper_left", window=(10, -1))),
@@ -240,7 +246,9 @@ LOGITS = (
     case("softcap-wide", "1,70,130,2,1,16", fixed(softcap=50.0, scale=8.0)),
     *(
         case(f"bias-{axes.replace(' ', '-')}", "2,6,70,4,2,16", bias(axes))
-        for axes in ("B Hq Sq Sk", "1 Hq Sq Sk", "B 1 Sq Sk", "B Hq 1 Sk", "B Hq Sq 1", "1 1 1 1", "Hq Sq Sk", "Sq Sk", "1 Sk", "Sk", "1")
+        for axes in (
+            "B Hq Sq Sk", "1 Hq Sq Sk", "B 1 Sq Sk", "B Hq 1 Sk", "B Hq Sq 1", "1 1 1 1", "Hq Sq Sk", "Sq Sk", "1 Sk", "Sk", "1",
+        )
     ),
     case("bias-float32", "2,66,70,2,1,16", bias(dtype=F32), causal),
     case("bias-hides", "2,66,130,2,1,16", bias(hidden=0.4)),
@@ -296,7 +304,9 @@ PACKED = (
     case("packed-bias-broadcast", "3,9,70,4,2,16", bias("Hq 1 Sk"), packed=Packed((3, 1, 9), (70, 2, 9))),
     case("packed-window-alibi", "3,9,70,4,2,16", alibi("B Hq"), fixed(window=(6, 1)), packed=Packed((3, 1, 9), (70, 2, 9))),
     case("packed-upper-left", "2,70,66,2,1,16", upper_left, packed=Packed((70, 9), (66, 3))),
-    case("packed-lengths", "3,9,70,4,2,16", causal, kv_lengths=(64, 0, 9), kv_start=(3, 0, 8), packed=Packed((3, 1, 9), (70, 2, 9))),
+    case(
+        "packed-lengths", "3,9,70,4,2,16", causal, kv_lengths=(64, 0, 9), kv_start=(3, 0, 8), packed=Packed((3, 1, 9), (70, 2, 9))
+    ),
     case("packed-score-mod", "2,9,70,4,2,16", relative_table, packed=Packed((3, 9), (70, 9))),
 )
 
@@ -311,13 +321,20 @@ PAGED = tuple(
     case("paged-bias-sinks", "2,6,70,4,2,16", bias(), sinks, page_size=7, kv_lengths=(70, 66)),
     case("paged-tree", "2,6,70,4,2,16", tree, page_size=16, kv_lengths=(70, 6)),
     case("paged-sqdist", "2,6,70,4,2,3", fixed(score="sqdist"), page_size=16, kv_lengths=(70, 6)),
-    case("paged-packed", "3,9,70,4,2,16", causal, page_size=16, kv_lengths=(70, 0, 33), packed=Packed((3, 1, 9), (70, 0, 33), slack=(2, 0))),
+    case(
+        "paged-packed", "3,9,70,4,2,16", causal, page_size=16, kv_lengths=(70, 0, 33),
+        packed=Packed((3, 1, 9), (70, 0, 33), slack=(2, 0)),
+    ),
 )
 
 DECODE = tuple(
-    case(f"decode-{'paged' if page else 'dense'}-{layout}-{sq}-new{new}", f"4,{sq},200,6,2,16", causal, decode=True, new=new, page_size=page,
-         layout=layout, kv_lengths=(200, 3, 64, 129))
-    for page in (0, 16) for layout in ("BSHD", "BHSD") for sq, new in ((1, 0), (1, 1), (3, 3))
+    case(
+        f"decode-{'paged' if page else 'dense'}-{layout}-{sq}-new{new}", f"4,{sq},200,6,2,16", causal, decode=True, new=new,
+        page_size=page, layout=layout, kv_lengths=(200, 3, 64, 129),
+    )
+    for page in (0, 16)
+    for layout in ("BSHD", "BHSD")
+    for sq, new in ((1, 0), (1, 1), (3, 3))
 ) + (
     case("decode-page-1-new", "3,2,70,4,4,8", causal, decode=True, new=2, page_size=1, kv_lengths=(70, 2, 5)),
     case("decode-fewer-queries-than-new", "2,1,70,4,2,8", decode=True, new=5, page_size=3, kv_lengths=(70, 5)),
@@ -331,11 +348,17 @@ DECODE = tuple(
 )
 
 COMBINED = (
-    case("all-additive", "2,66,130,4,2,16", causal, fixed(softcap=3.0, window=(50, 0)), bias("1 Hq Sq Sk"), alibi(), sinks, mask(visible=0.8)),
+    case(
+        "all-additive", "2,66,130,4,2,16", causal, fixed(softcap=3.0, window=(50, 0)), bias("1 Hq Sq Sk"), alibi(), sinks,
+        mask(visible=0.8),
+    ),
     case("sqdist-softcap-bias", "2,66,70,2,1,3", fixed(score="sqdist", softcap=2.0), bias(), causal),
     case("mods-after-bias", "2,9,70,2,1,16", fixed(score_mod=squash, mod_args={"limit": 2.0}), bias(), alibi(), causal),
     case("bias-hides-from-score-mod", "2,9,70,2,1,16", bias(hidden=0.4), fixed(score_mod=squash, mod_args={"limit": 2.0})),
-    case("lengths-start-alibi-mask", "3,9,130,4,2,16", causal, alibi("B Hq"), mask("B 1 Sq Sk", 0.7), kv_lengths=(130, 66, 9), kv_start=(5, 64, 0)),
+    case(
+        "lengths-start-alibi-mask", "3,9,130,4,2,16", causal, alibi("B Hq"), mask("B 1 Sq Sk", 0.7), kv_lengths=(130, 66, 9),
+        kv_start=(5, 64, 0),
+    ),
     case("softcap-sinks-strided", "2,70,70,4,2,16", fixed(softcap=2.0), sinks, strides="reversed", layout="BHSD"),
     case("batch-invariant", "3,9,130,4,2,16", fixed(batch_invariant=True), causal, kv_lengths=(130, 66, 9)),
     case("splits-3", "1,9,400,2,1,16", fixed(num_splits=3), causal),
@@ -348,11 +371,14 @@ BY_NAME = {c.name: c for c in CASES}
 DIFFERENTIATED = tuple(
     BY_NAME[name]
     for name in (
-        "tail-square-causal-1 tail-square-causal-65 tail-queries-129 tail-keys-64 ratio-3 ratio-7 head-sizes-64-128 head-sizes-33-5 no-keys "
-        "no-queries causal-more-queries-65 mask-few-visible bias-few-visible zero-lengths all-padding upper-left window3,5-130x65 "
-        "window64,0-causal-200x200 left-padding scale-negative scale-zero softcap bias-B-Hq-Sq-Sk bias-Hq-Sq-Sk bias-1-Sk bias-Sk "
-        "bias-1-1-1-1 bias-float32 bias-hides mask-causal tree alibi-per-batch-causal sinks mask-nothing-visible-sinks sqdist-scale "
-        "sqdist-per-feature score-mod score-mod-table-causal mask-mod layout-heads-equal-length packed-causal packed-empty "
-        "packed-slack-sinks packed-heads-first packed-transposed all-additive sqdist-softcap-bias softcap-sinks-strided"
+        "tail-square-causal-1 tail-square-causal-65 tail-queries-129 tail-keys-64 ratio-3 ratio-7 head-sizes-64-128 "
+        "head-sizes-33-5 no-keys no-queries causal-more-queries-65 mask-few-visible bias-few-visible zero-lengths "
+        "all-padding upper-left window3,5-130x65 window64,0-causal-200x200 left-padding scale-negative scale-zero softcap "
+        "bias-B-Hq-Sq-Sk bias-Hq-Sq-Sk bias-1-Sk bias-Sk bias-1-1-1-1 bias-float32 bias-hides mask-causal tree "
+        "alibi-per-batch-causal sinks mask-nothing-visible-sinks sqdist-scale sqdist-per-feature score-mod "
+        "score-mod-table-causal mask-mod layout-heads-equal-length packed-causal packed-empty packed-slack-sinks "
+        "packed-heads-first packed-transposed all-additive sqdist-softcap-bias softcap-sinks-strided"
     ).split()
-) + tuple(c for c in STRIDED if c.strides in ("expanded", "reversed", "heads_of_packed", "every_other") and c.name.endswith("axes"))
+) + tuple(
+    c for c in STRIDED if c.strides in ("expanded", "reversed", "heads_of_packed", "every_other") and c.name.endswith("axes")
+)

@@ -46,7 +46,9 @@ def assert_close(got: np.ndarray, want: np.ndarray, bound: float, name: str = "r
         wrong = np.argwhere(test(got_seen) != test(want_seen))
         if len(wrong):
             at = tuple(map(int, wrong[0]))
-            raise AssertionError(f"{name}: {kind} at other places than expected, {len(wrong)} of {got.size}; first {_element(at, got_seen, want)}")
+            raise AssertionError(
+                f"{name}: {kind} at other places than expected, {len(wrong)} of {got.size}; first {_element(at, got_seen, want)}"
+            )
     finite = np.isfinite(want_seen)
     error = np.where(finite, np.abs(np.where(finite, got_seen, 0.0) - np.where(finite, want, 0.0)), 0.0)
     if error.size and error.max() > bound:
@@ -64,7 +66,9 @@ def assert_same_bits(first: np.ndarray, second: np.ndarray, name: str = "result"
     bits = np.dtype(f"u{first.dtype.itemsize}")
     differ = np.argwhere(np.ascontiguousarray(first).view(bits) != np.ascontiguousarray(second).view(bits))
     at = tuple(map(int, differ[0]))
-    raise AssertionError(f"{name}: {len(differ)} of {first.size} elements differ in their bits; first index {at}: {first[at]!r} and {second[at]!r}")
+    raise AssertionError(
+        f"{name}: {len(differ)} of {first.size} elements differ in their bits; first index {at}: {first[at]!r} and {second[at]!r}"
+    )
 
 
 def _element(at: tuple[int, ...], got: np.ndarray, want: np.ndarray) -> str:
@@ -191,7 +195,9 @@ def _naive_block(problem: Problem, block: reference.Block, features: np.ndarray,
         scores = (q @ k.T) * scale
     else:
         weights = np.broadcast_to(scale, q.shape[1:])
-        scores = -sum((weights[d] * (q[:, d, None] - k[None, :, d]) ** 2 for d in range(q.shape[1])), np.zeros((len(q), len(k)), c))
+        scores = -sum(
+            (weights[d] * (q[:, d, None] - k[None, :, d]) ** 2 for d in range(q.shape[1])), np.zeros((len(q), len(k)), c)
+        )
     s = scores if not problem.softcap else c(problem.softcap) * np.tanh(scores / c(problem.softcap))
     if problem.bias is not None:
         s = s + problem.bias.array[block.plane][block.rows, block.keys].astype(c)
@@ -199,7 +205,9 @@ def _naive_block(problem: Problem, block: reference.Block, features: np.ndarray,
         s = s - c(problem.alibi_slopes[block.plane]) * np.abs(block.i - block.j).astype(c)
     before_mod = s
     if problem.score_mod is not None:
-        s = np.broadcast_to(np.asarray(problem.score_mod(s, *block.plane, block.i, block.j, **problem.mod_args)).astype(c), s.shape)
+        s = np.broadcast_to(
+            np.asarray(problem.score_mod(s, *block.plane, block.i, block.j, **problem.mod_args)).astype(c), s.shape
+        )
     visible = reference.visibility(problem, block) & (s != -np.inf)
     s = np.where(visible, s, c(-np.inf))
     sink = c(-np.inf) if problem.sinks is None else c(problem.sinks[block.head])
@@ -210,7 +218,9 @@ def _naive_block(problem: Problem, block: reference.Block, features: np.ndarray,
     total = (p.cumsum(axis=1)[:, -1] if loop and p.shape[1] else p.sum(axis=1)) + sink_weight
     divisor = np.where(total == 0, c(1), total)
     out = (_loop(p, v) if loop and np.isfinite(v).all() else reference.weighted_sum(p, visible, v)) / divisor[:, None]
-    return _Naive(q, k, v, scores, before_mod, visible, p / divisor[:, None], sink_weight / divisor, out, shift + np.log(total), scale)
+    return _Naive(
+        q, k, v, scores, before_mod, visible, p / divisor[:, None], sink_weight / divisor, out, shift + np.log(total), scale
+    )
 
 
 def _loop(p: np.ndarray, v: np.ndarray) -> np.ndarray:

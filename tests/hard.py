@@ -5,20 +5,25 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import compare
 import numpy as np
 import pytest
+from cases import DTYPES, F32, F64, TARGETS, Target
 
 import cuflash
-
-import compare
-from cases import DTYPES, F32, F64, TARGETS, Target
 
 every_target = pytest.mark.parametrize("target", TARGETS, ids=lambda t: t.name)
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: d.name)
 
 
 def attend(
-    target: Target, q: np.ndarray, k: np.ndarray, v: np.ndarray, *index: Any, function: Callable = cuflash.attention, **options: Any
+    target: Target,
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    *index: Any,
+    function: Callable = cuflash.attention,
+    **options: Any,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Output and LSE of one kernel, in layout BSHD, from buffers that held NaN before."""
     out = np.full((*q.shape[:-1], v.shape[-1]), np.nan, options.get("out_dtype", q.dtype))

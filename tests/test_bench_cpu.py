@@ -10,7 +10,8 @@ from cuflash.bench import cpu as bench
 
 
 def test_lower_bound_of_a_median_is_the_order_statistic_of_the_binomial():
-    # 5 pairs: P(the median lies below the smallest) = 1/32 <= 5 %; 11 pairs: P(at most 2 below) = 67/2048 <= 5 %, 3 would be 11 %.
+    # 5 pairs: P(the median lies below the smallest) = 1/32 <= 5 %.
+    # 11 pairs: P(at most 2 below) = 67/2048 <= 5 %, 3 would be 11 %.
     assert bench.lower_bound([5.0, 1.0, 4.0, 2.0, 3.0]) == 1
     assert bench.lower_bound([float(n) for n in range(11)]) == 2
 

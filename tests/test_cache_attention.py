@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import compare
 import numpy as np
 import pytest
 from caches import DTYPES, LAYOUTS, assert_equal, make, tokens
 
-import compare
 import cuflash
 from cuflash.problem import build_attention
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import cuflash
-from cuflash import backends, cli, support
+from cuflash import backends, cli, host, support
 
 
 def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -49,15 +49,18 @@ def test_info_as_text_names_everything_of_the_json(capsys):
 
 
 def test_cache_directory_follows_the_environment(tmp_path, monkeypatch):
-    assert json.loads(run("info", "--json", CUFLASH_CACHE_DIR=str(tmp_path / "kernels")).stdout)["cache"] == str(tmp_path / "kernels")
+    assert json.loads(run("info", "--json", CUFLASH_CACHE_DIR=str(tmp_path / "kernels")).stdout)["cache"] == str(
+        tmp_path / "kernels"
+    )
     monkeypatch.delenv("CUFLASH_CACHE_DIR", raising=False)
-    assert cli.cache_directory().name == "cuflash" and cli.cache_directory().is_absolute()
+    assert host.cache_directory().name == "cuflash" and host.cache_directory().is_absolute()
     monkeypatch.setenv("CUFLASH_CACHE_DIR", "~/kernels")
-    assert cli.cache_directory() == Path.home() / "kernels"
+    assert host.cache_directory() == Path.home() / "kernels"
 
 
 def test_info_loads_no_gpu_library_and_no_framework():
-    code = "import sys; from cuflash import cli; cli.main(['info']); print(*{m.partition('.')[0] for m in sys.modules}, file=sys.stderr)"
+    tell = "print(*{m.partition('.')[0] for m in sys.modules}, file=sys.stderr)"
+    code = f"import sys; from cuflash import cli; cli.main(['info']); {tell}"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0
     assert not set(done.stderr.split()) & {"cupy", "cuda", "torch", "jax", "mpi4py", "triton"}

@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import importlib
 
+import compare
 import numpy as np
 import pytest
-
-from cuflash import backends
-
-import compare
 from calls import check, expected, gaps_untouched, parts, present, run
 from cases import BY_NAME, CASES, F32, TARGETS, Case, Target
 
+from cuflash import backends
+
 FEW = tuple(
     BY_NAME[name]
-    for name in ("batch", "causal-more-queries-65", "sinks", "packed-slack", "paged-3-BHSD", "strides-reversed-BHSD-3axes", "no-keys")
+    for name in (
+        "batch",
+        "causal-more-queries-65",
+        "sinks",
+        "packed-slack",
+        "paged-3-BHSD",
+        "strides-reversed-BHSD-3axes",
+        "no-keys",
+    )
 )
 
 

@@ -408,3 +408,17 @@ def test_a_bias_of_minus_infinity_hides_poison(kernel, poison):
     out, lse = cuflash.attention(q, k, v, bias=bias, kernel=kernel, backend="cpu", return_lse=True)
     np.testing.assert_allclose(out, clean, rtol=0, atol=bound(out))
     np.testing.assert_allclose(lse, clean_lse, rtol=0, atol=bound(lse, 8))
+
+
+def test_a_damaged_cache_file_means_compiling_again(tmp_path):
+    """One flipped bit in stored machine code could do anything; the checksum notices it."""
+    code = "import numpy as np, cuflash; q = np.ones((1, 4, 2, 8), np.float32); print(cuflash.attention(q, q, q).sum())"
+    first = run_python(code, CUFLASH_CACHE_DIR=str(tmp_path))
+    (stored,) = tmp_path.rglob("*.nbc")
+    data = bytearray(stored.read_bytes())
+    data[len(data) // 2] ^= 1
+    stored.write_bytes(data)
+    again = run_python(code, CUFLASH_CACHE_DIR=str(tmp_path))
+    third = run_python(code, CUFLASH_CACHE_DIR=str(tmp_path))
+    assert first.stdout == again.stdout == third.stdout == "64.0\n"
+    assert "compiling" in first.stderr and "compiling" in again.stderr and "compiling" not in third.stderr

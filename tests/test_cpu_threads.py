@@ -238,3 +238,46 @@ def test_the_process_stays_as_it_was():
         assert len(extra) <= 2 and all(name.startswith("cuflash-cpu") for name in extra), extra
         """
     )
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
+def test_a_child_forked_during_a_compilation_can_compute(tmp_path):
+    out = run_python(
+        """
+        import os, signal, threading, time
+        import numpy as np
+        import cuflash
+        from cuflash.backends import cpu
+        q = np.ones((1, 4, 2, 8), np.float32)
+        thread = threading.Thread(target=cuflash.attention, args=(q, q, q))
+        thread.start()
+        while cpu._compile_lock.acquire(blocking=False):  # until the thread compiles
+            cpu._compile_lock.release()
+            time.sleep(0.01)
+        child = os.fork()
+        if child == 0:
+            signal.alarm(60)  # a child that hangs dies
+            os._exit(int(not (cuflash.attention(q, q, q) == 1).all()))
+        thread.join()
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+        """,
+        CUFLASH_CACHE_DIR=str(tmp_path),
+    )
+    assert out.split() == ["0"]
+
+
+def test_without_a_compiler_it_declines_with_the_reason():
+    out = run_python(
+        """
+        import numpy as np
+        import cuflash
+        q = np.ones((1, 2, 1, 4), np.float32)
+        try:
+            cuflash.attention(q, q, q)
+        except cuflash.NoBackendError as error:
+            print("NUMBA_DISABLE_JIT" in str(error))
+        print(cuflash.attention(q, q, q, kernel="naive").sum())
+        """,
+        NUMBA_DISABLE_JIT="1",
+    )
+    assert out.split() == ["True", "8.0"]

@@ -8,17 +8,16 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import compare
 import numpy as np
 import pytest
+from calls import STRIDES, Call, cumulative, from_user, pack, plain, present, sequences, to_user
+from cases import DIFFERENTIATED, GRADIENT_TARGETS, Case, Target
 
 import cuflash
 from cuflash import reference
 from cuflash.problem import build_attention, build_backward
 from cuflash.types import Gradients, Problem
-
-import compare
-from calls import STRIDES, Call, cumulative, from_user, pack, plain, present, sequences, to_user
-from cases import DIFFERENTIATED, GRADIENT_TARGETS, Case, Target
 
 
 @dataclasses.dataclass
@@ -41,7 +40,10 @@ def differentiate(case: Case, dtype: np.dtype) -> Differentiated:
     for b, (q, k, v, options) in enumerate(sequences(case, p)):
         part, m = slice(None) if case.packed is None else slice(b, b + 1), q.shape[1]
         with np.errstate(over="ignore"):
-            out, lse = (a.astype(t) for a, t in zip(reference.forward(build_attention(q, k, v, **options)), (dout.dtype, lse_dtype), strict=True))
+            out, lse = (
+                a.astype(t)
+                for a, t in zip(reference.forward(build_attention(q, k, v, **options)), (dout.dtype, lse_dtype), strict=True)
+            )
         outs[part, :m], lses[part, :, :m] = out, lse
         problems.append(build_backward(dout[part, :m], q, k, v, out, lse, dlse=dlse[part, :, :m], **options))
     lay = STRIDES[case.strides]
@@ -80,14 +82,21 @@ def gradient_parts(name: str, gradient: np.ndarray, case: Case) -> list[np.ndarr
 
 
 @pytest.mark.parametrize("target", GRADIENT_TARGETS, ids=lambda t: t.name)
-@pytest.mark.parametrize(("case", "dtype"), [pytest.param(c, d, id=f"{c.name}-{d.name}") for c in DIFFERENTIATED for d in c.dtypes])
+@pytest.mark.parametrize(
+    ("case", "dtype"), [pytest.param(c, d, id=f"{c.name}-{d.name}") for c in DIFFERENTIATED for d in c.dtypes]
+)
 def test_gradients(case: Case, dtype: np.dtype, target: Target) -> None:
     given = differentiate(case, dtype)
     want = compare.expect_gradients(given.problems)
     got = run_backward(given, target)
     for name, parts in want.parts.items():
         gradient = getattr(got, name)
-        shapes = {"dq": given.call.args[0], "dk": given.call.args[1], "dv": given.call.args[2], "dbias": given.call.options.get("bias")}
+        shapes = {
+            "dq": given.call.args[0],
+            "dk": given.call.args[1],
+            "dv": given.call.args[2],
+            "dbias": given.call.options.get("bias"),
+        }
         if name in shapes:
             assert gradient.shape == shapes[name].shape and gradient.dtype == shapes[name].dtype
         if name == "dsinks":  # one for all sequences

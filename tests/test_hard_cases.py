@@ -1,4 +1,8 @@
-"""Which hard case is tested where, and which wait for something that is not there yet."""
+"""Which hard case is tested where, and which wait for something that is not there yet.
+
+The hard cases are 65 small inputs that attention kernels are known to get wrong. A number is only the name of one; what
+the input is and what is right stand in the tests that carry the number.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,8 @@ from pathlib import Path
 
 ROWS = range(1, 66)
 
-# Numbers of test functions (test_case_12_..., test_cases_33_and_34_...) in the files of hard cases and in test_merge.py say what is covered.
+# Numbers of test functions (test_case_12_..., test_cases_33_and_34_...) in the files of hard cases and in test_merge.py say
+# what is covered.
 WAITS = {
     42: "fp8 arrays",
     43: "fp8 arrays",

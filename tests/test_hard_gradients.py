@@ -5,31 +5,36 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import compare
 import numpy as np
 import pytest
+from cases import DTYPES, F16, F32, F64, GRADIENT_TARGETS, Target
+from hard import along_keys, assert_values, every_dtype, normal, zeros
 
 import cuflash
 from cuflash.problem import build_backward
 from cuflash.types import Gradients
 
-import compare
-from cases import DTYPES, F16, F32, F64, GRADIENT_TARGETS, Target
-from hard import along_keys, assert_values, every_dtype, normal, zeros
-
 every_gradient_target = pytest.mark.parametrize("target", GRADIENT_TARGETS, ids=lambda t: t.name)
 
 
-def differentiate(target: Target, dout: np.ndarray, q: np.ndarray, k: np.ndarray, v: np.ndarray, *cu: Any, **options: Any) -> Gradients:
+def differentiate(
+    target: Target, dout: np.ndarray, q: np.ndarray, k: np.ndarray, v: np.ndarray, *cu: Any, **options: Any
+) -> Gradients:
     """Forward, then backward, on one target; out and lse are its own."""
     how = {"kernel": target.kernel, "backend": target.backend}
-    forward, backward = (cuflash.attention_varlen, cuflash.attention_varlen_backward) if cu else (cuflash.attention, cuflash.attention_backward)
+    forward, backward = (
+        (cuflash.attention_varlen, cuflash.attention_varlen_backward) if cu else (cuflash.attention, cuflash.attention_backward)
+    )
     out, lse = forward(q, k, v, *cu, return_lse=True, **options, **how)
     return backward(dout, q, k, v, out, lse, *cu, **options, **how)
 
 
 def operands(dtype: np.dtype, b: int, sq: int, sk: int, hq: int, hkv: int) -> tuple[np.ndarray, ...]:
     """Random q, k, v and dout with heads of 16."""
-    return tuple(normal(n, shape, dtype) for n, shape in enumerate(((b, sq, hq, 16), (b, sk, hkv, 16), (b, sk, hkv, 16), (b, sq, hq, 16))))
+    return tuple(
+        normal(n, shape, dtype) for n, shape in enumerate(((b, sq, hq, 16), (b, sk, hkv, 16), (b, sk, hkv, 16), (b, sq, hq, 16)))
+    )
 
 
 def assert_oracle(got: Gradients, dout: np.ndarray, q: np.ndarray, k: np.ndarray, v: np.ndarray, **options: Any) -> None:
@@ -95,7 +100,12 @@ def test_case_3_gradients_of_a_row_that_sees_nothing(dtype: np.dtype, target: Ta
 @every_gradient_target
 @every_dtype
 def test_case_6_gradients_of_many_queries_over_one_key(dtype: np.dtype, target: Target) -> None:
-    q, k, v, dout = normal(0, (256, 1, 32), dtype), normal(1, (3, 1, 32), dtype), normal(2, (3, 1, 32), dtype), normal(3, (256, 1, 32), dtype)
+    q, k, v, dout = (
+        normal(0, (256, 1, 32), dtype),
+        normal(1, (3, 1, 32), dtype),
+        normal(2, (3, 1, 32), dtype),
+        normal(3, (256, 1, 32), dtype),
+    )
     g = differentiate(target, dout, q, k, v, [0, 76, 110, 256], [0, 1, 2, 3], causal=True)
     assert_values(g.dv, dout[[75, 109, 255]].astype(np.float64), "dv")
     # One key a row: its weight is 1 whatever its logit. What is left is rounding of dout . v - delta.
@@ -108,7 +118,12 @@ def test_case_6_gradients_of_many_queries_over_one_key(dtype: np.dtype, target: 
 @every_dtype
 @pytest.mark.parametrize(("sq", "length"), [(65, 65), (129, 129), (704, 704), (1, 128), (1, 65)])
 def test_case_10_gradients_when_all_logits_are_minus_120(sq: int, length: int, dtype: np.dtype, target: Target) -> None:
-    q, k, v, dout = zeros(dtype, 1, sq, 1, 64), zeros(dtype, 1, length, 1, 64), normal(0, (1, length, 1, 64), dtype), normal(1, (1, sq, 1, 64), dtype)
+    q, k, v, dout = (
+        zeros(dtype, 1, sq, 1, 64),
+        zeros(dtype, 1, length, 1, 64),
+        normal(0, (1, length, 1, 64), dtype),
+        normal(1, (1, sq, 1, 64), dtype),
+    )
     q[..., 0], k[..., 0] = 1, -120 * 8
     g = differentiate(target, dout, q, k, v)
     assert_values(g.dv, np.broadcast_to(dout.astype(np.float64).sum(axis=1, keepdims=True) / length, v.shape), "dv", sq)
@@ -161,7 +176,9 @@ def test_case_31_slope_of_the_softcap(dtype: np.dtype, target: Target) -> None:
     g = differentiate(target, np.ones_like(q), q, k, v, scale=1.0, softcap=2.0)
     p = 1 / (1 + math.exp(-2 * math.tanh(3)))
     slope = p * (1 - p) * 0.00986604 * 6
-    compare.assert_close(g.dq, np.full(q.shape, slope), slope * (1e-6 + 2 * compare.eps(dtype)), "dq")  # the constant has six digits
+    compare.assert_close(
+        g.dq, np.full(q.shape, slope), slope * (1e-6 + 2 * compare.eps(dtype)), "dq"
+    )  # the constant has six digits
     for logit in (2000.0, -2000.0):
         k = along_keys([logit, 1], (1, 2, 1, 1), dtype)
         g = differentiate(target, np.ones_like(q), q, k, v, scale=1.0, softcap=50.0)

@@ -4,16 +4,26 @@ from __future__ import annotations
 
 import mmap
 
+import compare
 import numpy as np
 import pytest
+from calls import STRIDES
+from cases import BF16, F16, F32, TARGETS, Target
+from hard import (
+    along_keys,
+    assert_result,
+    attend,
+    every_dtype,
+    every_target,
+    log_counts,
+    normal,
+    running_mean,
+    small_integers,
+    zeros,
+)
 
 import cuflash
 from cuflash.problem import build_attention
-
-import compare
-from calls import STRIDES
-from cases import BF16, F16, F32, TARGETS, Target
-from hard import along_keys, assert_result, attend, every_dtype, every_target, log_counts, normal, running_mean, small_integers, zeros
 
 FAST = tuple(t for t in TARGETS if t.backend != "reference")  # the oracle loops in Python and has no index to overflow
 TILED = tuple(t for t in FAST if t.kernel != "naive")  # naive needs the whole score matrix
@@ -69,7 +79,9 @@ def test_case_33_any_whole_ratio_of_heads(hq: int, hkv: int, dtype: np.dtype, ta
     k[..., 0] = np.array([4, 0, -4])[None, :, None]
     logits = (np.arange(hq) % 8)[:, None] * np.array([1.0, 0, -1])
     out, lse = attend(target, q, k, v)
-    assert_result((out, lse), (np.arange(hq) // (hq // hkv))[None, None, :, None], np.log(np.exp(logits).sum(axis=1))[None, :, None])
+    assert_result(
+        (out, lse), (np.arange(hq) // (hq // hkv))[None, None, :, None], np.log(np.exp(logits).sum(axis=1))[None, :, None]
+    )
 
 
 @every_target
@@ -123,7 +135,9 @@ def test_case_37_layouts_when_shapes_agree(dtype: np.dtype, target: Target) -> N
     q, k, v = (normal(n, (1, 4, 4, 16), dtype) for n in range(3))
     want = compare.expect([build_attention(q, k, v, causal=True)])
     heads_first = [np.ascontiguousarray(a.transpose(0, 2, 1, 3)) for a in (q, k, v)]
-    out, lse = cuflash.attention(*heads_first, causal=True, layout="BHSD", return_lse=True, kernel=target.kernel, backend=target.backend)
+    out, lse = cuflash.attention(
+        *heads_first, causal=True, layout="BHSD", return_lse=True, kernel=target.kernel, backend=target.backend
+    )
     compare.assert_close(out.transpose(0, 2, 1, 3), want.out[0], want.out_bound, "out")
     compare.assert_close(lse, want.lse[0], want.lse_bound, "lse")
     other, _ = cuflash.attention(*heads_first, causal=True, return_lse=True, kernel=target.kernel, backend=target.backend)
@@ -135,7 +149,9 @@ def test_case_37_layouts_when_shapes_agree(dtype: np.dtype, target: Target) -> N
 def test_case_38_offsets_beyond_int32(dtype: np.dtype, target: Target) -> None:
     """Rows 2**20 elements apart, in memory of which only the pages that hold them are ever touched."""
     rows, step = 2100, 1 << 20
-    memory = mmap.mmap(-1, rows * step * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0))
+    memory = mmap.mmap(
+        -1, rows * step * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
+    )
     if hasattr(mmap, "MADV_NOHUGEPAGE"):
         memory.madvise(mmap.MADV_NOHUGEPAGE)  # a large page around every row would need all of it
     grid = np.frombuffer(memory, dtype).reshape(rows, step)
@@ -189,4 +205,6 @@ def test_case_46_bits_of_bfloat16(target: Target) -> None:
     out, _ = attend(target, *[bits.view(BF16)] * 3)
     assert (out.view(np.uint16) == 16384).all() and (out == 2).all()
     with pytest.raises(TypeError, match="out"):
-        cuflash.attention(*[bits.view(BF16)] * 3, out=np.empty((1, 2, 1, 16), np.uint16), kernel=target.kernel, backend=target.backend)
+        cuflash.attention(
+            *[bits.view(BF16)] * 3, out=np.empty((1, 2, 1, 16), np.uint16), kernel=target.kernel, backend=target.backend
+        )

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+import compare
 import numpy as np
 import pytest
+from cases import BF16, F32, Target
+from hard import attend, every_dtype, every_target, normal
 
 import cuflash
 from cuflash.problem import build_attention
-
-import compare
-from cases import BF16, F32, Target
-from hard import attend, every_dtype, every_target, normal
 
 GARBAGE = (np.nan, np.inf, -np.inf)
 
@@ -135,10 +134,16 @@ def test_case_41_appends_that_do_not_fit(layout: str, dtype: np.dtype, target: T
             cuflash.decode(q, pages[0], pages[1], lengths, page_table=[[1, 0]], layout=layout, **more, **how)
     with pytest.raises(ValueError, match="page_table"):  # two sequences would write into one page
         two, twice = np.concatenate([q, q]), np.concatenate([new, new])
-        cuflash.decode(two, pages[0], pages[1], [3, 3], page_table=[[1, 0], [1, 0]], layout=layout, k_new=twice, v_new=twice, **how)
+        cuflash.decode(
+            two, pages[0], pages[1], [3, 3], page_table=[[1, 0], [1, 0]], layout=layout, k_new=twice, v_new=twice, **how
+        )
     assert memory.tobytes() == before
     cuflash.decode(q, pages[0], pages[1], [31], page_table=[[1, 0]], layout=layout, k_new=new, v_new=new, **how)
-    changed = np.argwhere((memory.view(f"u{dtype.itemsize}") != np.frombuffer(before, f"u{dtype.itemsize}").reshape(memory.shape)).any(axis=(-1, -2)))
+    changed = np.argwhere(
+        (memory.view(f"u{dtype.itemsize}") != np.frombuffer(before, f"u{dtype.itemsize}").reshape(memory.shape)).any(
+            axis=(-1, -2)
+        )
+    )
     assert changed.tolist() == [[0, 1, 15], [1, 1, 15]]  # key 31 is row 15 of page 0, which is row 15 of the middle block
 
 
@@ -148,5 +153,7 @@ def test_case_41_a_call_that_is_declined_appends_nothing(target: Target) -> None
     before = cache.tobytes()
     q = new = normal(1, (1, 1, 2, 16), F32)
     with pytest.raises(cuflash.NoBackendError):
-        cuflash.decode(q, cache[0], cache[1], [3], k_new=new, v_new=new, score_mod="s + h", kernel=target.kernel, backend=target.backend)
+        cuflash.decode(
+            q, cache[0], cache[1], [3], k_new=new, v_new=new, score_mod="s + h", kernel=target.kernel, backend=target.backend
+        )
     assert cache.tobytes() == before

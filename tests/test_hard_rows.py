@@ -4,14 +4,25 @@ from __future__ import annotations
 
 import math
 
+import compare
 import numpy as np
 import pytest
+from cases import BF16, DTYPES, F16, F32, F64, Target
+from hard import (
+    along_keys,
+    assert_result,
+    assert_values,
+    attend,
+    every_dtype,
+    every_target,
+    log_counts,
+    normal,
+    running_mean,
+    small_integers,
+    zeros,
+)
 
 import cuflash
-
-import compare
-from cases import BF16, DTYPES, F16, F32, F64, Target
-from hard import along_keys, assert_result, assert_values, attend, every_dtype, every_target, log_counts, normal, running_mean, small_integers, zeros
 
 HEADS = ((1, 1), (6, 2))
 
@@ -44,7 +55,9 @@ def test_case_2_no_key_at_all(hq: int, hkv: int, dtype: np.dtype, target: Target
     cache_v = cache.copy()
     cache_v[1, :5] = 2
     want_lse = np.array([-np.inf, math.log(5)])[:, None, None]
-    assert_result(attend(target, q, cache, cache_v, [0, 5], function=cuflash.decode), np.array([0, 2])[:, None, None, None], want_lse)
+    assert_result(
+        attend(target, q, cache, cache_v, [0, 5], function=cuflash.decode), np.array([0, 2])[:, None, None, None], want_lse
+    )
 
 
 @every_target
@@ -104,7 +117,8 @@ def test_case_7_results_in_used_memory(target: Target) -> None:
 @every_target
 @pytest.mark.parametrize(
     ("dtype", "logit"),
-    [(d, x) for d in DTYPES for x in (-300.0, -49152.0, -53248.0, -61440.0)] + [(BF16, -1e30), (F32, -1e30), (F64, -1e30), (F64, -1e300)],
+    [(d, x) for d in DTYPES for x in (-300.0, -49152.0, -53248.0, -61440.0)]
+    + [(BF16, -1e30), (F32, -1e30), (F64, -1e30), (F64, -1e300)],
     ids=str,
 )
 @pytest.mark.parametrize("keys", [1, 64, 363])
@@ -186,7 +200,9 @@ def test_case_27_windows_at_tile_edges(window: tuple[int, int], length: int, tar
     low, high = np.maximum(np.arange(length) - window[0], 0), np.minimum(np.arange(length) + window[1] + 1, length)
     sums = np.concatenate([[0], np.cumsum(values)])
     want = (sums[high] - sums[low]) / (high - low)
-    assert_result(attend(target, q, q, along_keys(values, q.shape, F32), window=window), want[None, :, None, None], np.log(high - low), 129)
+    assert_result(
+        attend(target, q, q, along_keys(values, q.shape, F32), window=window), want[None, :, None, None], np.log(high - low), 129
+    )
 
 
 @every_target
@@ -204,7 +220,12 @@ def test_case_28_windows_as_long_as_the_sequence(length: int, dtype: np.dtype, t
 def test_case_29_minus_one_is_unbounded(target: Target) -> None:
     q, k, v = (normal(n, (1, 66, 2, 16), F32) for n in range(3))
     whole, causal = attend(target, q, k, v), attend(target, q, k, v, causal=True)
-    for options, want in (({"window": (-1, -1)}, whole), ({"window": None}, whole), ({"window": (-1, 0)}, causal), ({"window": (-1, 66)}, whole)):
+    for options, want in (
+        ({"window": (-1, -1)}, whole),
+        ({"window": None}, whole),
+        ({"window": (-1, 0)}, causal),
+        ({"window": (-1, 66)}, whole),
+    ):
         assert_result(attend(target, q, k, v, **options), *(a.astype(np.float64) for a in want))
     for window in ((-5, 3), (3, -2), (-2, -2)):
         with pytest.raises(ValueError, match="window"):
@@ -229,7 +250,9 @@ def test_case_32_alibi_when_heads_are_no_power_of_two(heads: int, target: Target
     q = zeros(F32, 1, 1, heads, 8)
     k, v = zeros(F32, 1, 2, heads, 8), along_keys([0, 1], (1, 2, heads, 8), F32)
     far = np.exp(-np.asarray(slopes))  # weight of the key at distance 1 against the one at 0
-    assert_result(attend(target, q, k, v, alibi_slopes=slopes), (1 / (1 + far))[None, None, :, None], np.log1p(far)[None, :, None])
+    assert_result(
+        attend(target, q, k, v, alibi_slopes=slopes), (1 / (1 + far))[None, None, :, None], np.log1p(far)[None, :, None]
+    )
 
 
 @every_target
@@ -253,8 +276,15 @@ def test_case_63_masked_weight_is_zero(keys: int, dtype: np.dtype, target: Targe
 @pytest.mark.parametrize(
     ("dtype", "tiny", "keys"),
     [
-        (F16, 6e-8, 1), (F16, 6e-8, 64), (BF16, 1e-40, 1), (BF16, 1e-40, 64), (F32, 1.5e-45, 1), (F32, 1e-40, 2), (F32, 1e-40, 64),
-        (F64, 5e-324, 1), (F64, 1e-310, 64),
+        (F16, 6e-8, 1),
+        (F16, 6e-8, 64),
+        (BF16, 1e-40, 1),
+        (BF16, 1e-40, 64),
+        (F32, 1.5e-45, 1),
+        (F32, 1e-40, 2),
+        (F32, 1e-40, 64),
+        (F64, 5e-324, 1),
+        (F64, 1e-310, 64),
     ],
     ids=str,
 )
@@ -291,7 +321,9 @@ def test_case_65_nan_in_a_query_stays_in_its_row(length: int, dtype: np.dtype, t
         rest = np.ones(lse.shape, bool)
         rest[0, 1, 1] = False
         assert_values(lse[rest], clean[1][rest].astype(np.float64), "lse of the other rows")
-        assert_values(out.transpose(0, 2, 1, 3)[rest], clean[0].transpose(0, 2, 1, 3)[rest].astype(np.float64), "out of the other rows")
+        assert_values(
+            out.transpose(0, 2, 1, 3)[rest], clean[0].transpose(0, 2, 1, 3)[rest].astype(np.float64), "out of the other rows"
+        )
 
 
 @every_target
@@ -341,3 +373,15 @@ def test_case_65_nan_in_a_value_that_half_of_the_rows_see(how: str, filler: floa
     assert_values(out[:, 1::2], clean[0][:, 1::2].astype(np.float64), "rows that do not see it")
     assert_values(lse, clean[1].astype(np.float64), "lse")
     assert not np.isfinite(out[:, rows % 2 == 0].astype(np.float64)).any()
+
+
+@every_target
+@pytest.mark.parametrize(("dtype", "sink", "big"), [(F32, 100.0, 1e38), (F64, 730.0, 1e308)], ids=str)
+def test_a_sink_far_above_every_logit_leaves_its_share(dtype: np.dtype, sink: float, big: float, target: Target) -> None:
+    """The keys' share of the weight is below the smallest normal number, their values are large: the product is neither 0 nor NaN."""
+    q, v = zeros(dtype, 1, 1, 1, 4), np.full((1, 1, 1, 4), big, dtype)
+    out, lse = attend(target, q, q, v, sinks=[sink])
+    share = np.exp(np.longdouble(-sink))  # subnormal in float64, where the weight itself has few digits
+    bound = 4 * compare.eps(dtype) * float(share) * big + float(np.finfo(np.float64).smallest_subnormal) * big
+    compare.assert_close(out, np.full(out.shape, float(share * np.longdouble(v[0, 0, 0, 0]))), bound, "out")
+    assert lse.item() == sink

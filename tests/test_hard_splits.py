@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+import compare
 import numpy as np
 import pytest
+from cases import BF16, DTYPES, F32, Target
+from hard import assert_result, attend, every_dtype, every_target, normal
 
 import cuflash
 from cuflash.problem import build_attention
-
-import compare
-from cases import BF16, DTYPES, F32, Target
-from hard import assert_result, attend, every_dtype, every_target, normal
 
 
 def assert_oracle(got: tuple[np.ndarray, np.ndarray], want: compare.Expected, name: str) -> None:
@@ -39,7 +38,11 @@ def test_case_19_any_number_of_splits(sq: int, dtype: np.dtype, target: Target) 
     for splits in (1, 2, 3, 16, 31, 32, 33, 64, 128, 5000):
         assert_oracle(attend(target, q, k, v, causal=True, num_splits=splits), want, f"{splits} splits")
         out, lse = attend(target, q, k, ones, causal=True, num_splits=splits)
-        assert_oracle((v[:, :sq].repeat(2, 2), lse), want._replace(out=[v[:, :sq].repeat(2, 2).astype(np.float64)]), f"{splits} splits, v = 1")
+        assert_oracle(
+            (v[:, :sq].repeat(2, 2), lse),
+            want._replace(out=[v[:, :sq].repeat(2, 2).astype(np.float64)]),
+            f"{splits} splits, v = 1",
+        )
         if dtype == BF16:
             assert (out == 1).all(), f"{splits} splits: weights must add up to 1"
         else:
@@ -59,7 +62,9 @@ def test_case_20_lse_of_each_head(hq: int, hkv: int, sq: int, dtype: np.dtype, t
     mean = v.astype(np.float64).mean(axis=1).repeat(hq // hkv, 1)[:, None]
     for splits in (1, 4):
         out, lse = attend(target, q, k, v, num_splits=splits)
-        compare.assert_close(lse, want.transpose(0, 2, 1), 2 * compare.eps(lse.dtype) * float(want.max()), f"lse, {splits} splits")
+        compare.assert_close(
+            lse, want.transpose(0, 2, 1), 2 * compare.eps(lse.dtype) * float(want.max()), f"lse, {splits} splits"
+        )
         compare.assert_close(out, np.broadcast_to(mean, out.shape), 2 * compare.eps(dtype), f"out, {splits} splits")
 
 
@@ -91,7 +96,16 @@ def test_case_21_batch_invariant_with_long_keys_and_packed(dtype: np.dtype, targ
     compare.assert_same_bits(together[0][:1], alone[0], "out")
     compare.assert_same_bits(together[1][:1], alone[1], "lse")
     packed_k, packed_v = (np.concatenate([a[1, :3], a[0]]) for a in (k, v))
-    out, lse = attend(target, q[:, 0][[1, 0]], packed_k, packed_v, [0, 1, 2], [0, 3, 5003], function=cuflash.attention_varlen, batch_invariant=True)
+    out, lse = attend(
+        target,
+        q[:, 0][[1, 0]],
+        packed_k,
+        packed_v,
+        [0, 1, 2],
+        [0, 3, 5003],
+        function=cuflash.attention_varlen,
+        batch_invariant=True,
+    )
     compare.assert_same_bits(out[1:2], alone[0][0], "out, packed")
     compare.assert_same_bits(np.ascontiguousarray(lse[:, 1]), np.ascontiguousarray(alone[1][0, :, 0]), "lse, packed")
 
@@ -118,3 +132,16 @@ def test_case_51_a_part_without_keys_changes_nothing(dtype: np.dtype, target: Ta
         out, lse = cuflash.merge_states([o for o, _ in order], [s for _, s in order])
         compare.assert_same_bits(out, whole[0], "out")
         compare.assert_same_bits(lse, whole[1], "lse")
+
+
+@pytest.mark.parametrize("value", [0.0, np.nan], ids=["plain", "nan"])
+@pytest.mark.parametrize("options", [{"causal": True}, {"window": (300, 0)}], ids=str)
+def test_case_21_batch_invariance_with_splits_and_masks(options: dict, value: float) -> None:
+    """Blocks, splits and the treatment of a NaN in V depend on the sequence alone, not on how many others there are."""
+    sizes = (700, 3, 16)
+    q, k, v = (normal(seed, (9, *sizes), F32) for seed in range(3))
+    v[:, 650] += value
+    options = {**options, "num_splits": 3, "batch_invariant": True, "backend": "cpu", "kernel": "fa2"}
+    alone = cuflash.attention(q[:1], k[:1], v[:1], **options)
+    for batch in (2, 9):
+        compare.assert_same_bits(cuflash.attention(q[:batch], k[:batch], v[:batch], **options)[:1], alone, f"row in a batch of {batch}")

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import math
 
+import compare
 import numpy as np
 import pytest
+from cases import BF16, F16, F32, Target
+from hard import assert_result, attend, every_dtype, every_target, normal, zeros
 
 import cuflash
 from cuflash.problem import build_attention
-
-import compare
-from cases import BF16, F16, F32, Target
-from hard import assert_result, attend, every_dtype, every_target, normal, zeros
 
 PACKED = {"function": cuflash.attention_varlen}
 
@@ -42,7 +41,13 @@ def test_case_22_single_and_empty_queries(hq: int, hkv: int, d: int, dtype: np.d
     k = normal(0, (8, hkv, d), dtype)
     v = np.array(np.broadcast_to(np.arange(1.0, 9.0)[:, None, None], k.shape)).astype(dtype)
     means = np.array([2.0, 6.0])[:, None, None]
-    for more in ({}, {"max_seqlen_q": 1}, {"max_seqlen_q": 1, "max_seqlen_k": 5}, {"max_seqlen_q": 7, "max_seqlen_k": 99}, {"causal": True}):
+    for more in (
+        {},
+        {"max_seqlen_q": 1},
+        {"max_seqlen_q": 1, "max_seqlen_k": 5},
+        {"max_seqlen_q": 7, "max_seqlen_k": 99},
+        {"causal": True},
+    ):
         result = attend(target, zeros(dtype, 2, hq, d), k, v, [0, 0, 1, 1, 2], [0, 0, 3, 3, 8], **more, **PACKED)
         assert_result(result, means, [math.log(3), math.log(5)], 5)
     result = attend(target, zeros(dtype, 1, hq, d), k, v, [0, 0, 0, 1, 1], [0, 2, 3, 8, 8], **PACKED)
@@ -53,7 +58,9 @@ def test_case_22_single_and_empty_queries(hq: int, hkv: int, d: int, dtype: np.d
 
 @every_target
 @every_dtype
-@pytest.mark.parametrize("options", [{}, {"causal": True}, {"sinks": [0.0, 1.0]}, {"score_mod": lambda s, b, h, i, j: s + h}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"causal": True}, {"sinks": [0.0, 1.0]}, {"score_mod": lambda s, b, h, i, j: s + h}], ids=str
+)
 def test_case_23_rows_behind_the_last_sequence(options: dict, dtype: np.dtype, target: Target) -> None:
     q, k, v = (normal(n, (946, 2, 16), dtype) for n in range(3))
     for a in (q, k, v):

@@ -24,7 +24,8 @@ ROOMS = (
     ("planner",),
     ("backends",),
     ("jit", "launch"),
-    ("reference", "merge", "alibi", "tiles", "device"),
+    ("reference", "merge", "alibi", "tiles", "device", "host"),
+    ("modifiers",),
     ("types",),
 )
 RANK = {module: rank for rank, room in enumerate(ROOMS) for module in room}

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from refusal import refused
 
+import cuflash
 from cuflash import problem
 from cuflash.types import Problem
 
@@ -328,3 +329,37 @@ def test_paged_varlen_takes_its_key_lengths_from_kv_lengths(name):
     given = {"cu_seqlens_k": None, name: [0, 1] if name == "cu_seqlens_k" else 4}
     with refused(ValueError, f"{name}:", "None with page_table", "kv_lengths"):
         problem.build_varlen(q, pages, pages, [0, 6], page_table=[[0]], kv_lengths=[1], **given)
+
+
+@pytest.mark.parametrize(
+    ("option", "value"), [("scale", 1e39), ("alibi_slopes", [1e39]), ("sinks", [1e39]), ("softcap", 1e-50)], ids=str
+)
+def test_numbers_beyond_the_range_of_the_arithmetic_are_refused(option, value):
+    q = np.ones((1, 2, 1, 4), np.float32)
+    with pytest.raises(ValueError, match=rf"^{option}: got .*float32"):
+        cuflash.attention(q, q, q, **{option: value})
+    assert np.isfinite(cuflash.attention(*[q.astype(np.float64)] * 3, **{option: value})).all()
+
+
+def test_a_softcap_beyond_every_number_caps_nothing():
+    q = np.arange(8, dtype=np.float32).reshape(1, 2, 1, 4)
+    assert (cuflash.attention(q, q, q, softcap=1e39) == cuflash.attention(q, q, q)).all()
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+@pytest.mark.parametrize(
+    ("option", "returned", "error", "words"),
+    [
+        ("score_mod", None, TypeError, "score_mod: returned None; it must return real numbers"),
+        ("score_mod", 1j, TypeError, "score_mod: returned dtype complex128"),
+        ("score_mod", np.zeros(3), ValueError, r"score_mod: returned shape \(3,\).*\(2, 2\)"),
+        ("mask_mod", None, TypeError, "mask_mod: returned None; it must return bool"),
+        ("mask_mod", 1.0, TypeError, "mask_mod: returned dtype float64"),
+        ("mask_mod", np.zeros(3, bool), ValueError, r"mask_mod: returned shape \(3,\)"),
+    ],
+    ids=str,
+)
+def test_what_a_modifier_returns_is_checked(option, returned, error, words, backend):
+    q = np.ones((1, 2, 1, 4), np.float32)
+    with pytest.raises(error, match=words):
+        cuflash.attention(q, q, q, backend=backend, **{option: lambda *_: returned})

@@ -5,15 +5,9 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
+import compare
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
-
-import cuflash
-from cuflash.problem import build_attention
-
-import compare
 from calls import check, expected, gaps_untouched, present, run
 from cases import (
     BF16,
@@ -40,6 +34,11 @@ from cases import (
     upper_left,
 )
 from hard import assert_result, assert_values, attend
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import cuflash
+from cuflash.problem import build_attention
 
 FAST = tuple(t for t in TARGETS if t.backend != "reference")
 each_target = pytest.mark.parametrize("target", FAST, ids=lambda t: t.name)
@@ -63,7 +62,11 @@ SCORE = {
 }
 CAP = {"": None, "softcap2": fixed(softcap=2.0)}
 ADDED = {
-    "": None, "bias": bias(), "bias-keys": bias("1 Sk"), "bias-heads-hides": bias("Hq Sq Sk", hidden=0.3), "bias-rows": bias("B 1 Sq 1", dtype=F32),
+    "": None,
+    "bias": bias(),
+    "bias-keys": bias("1 Sk"),
+    "bias-heads-hides": bias("Hq Sq Sk", hidden=0.3),
+    "bias-rows": bias("B 1 Sq 1", dtype=F32),
 }
 SLOPES = {"": None, "alibi": alibi(), "alibi-batch": alibi("B Hq")}
 MASKED = {"": None, "mask": mask(), "mask-keys": mask("B 1 1 Sk"), "mask-few": mask("1 Hq Sq Sk", visible=0.1)}
@@ -83,7 +86,9 @@ head_sizes = st.sampled_from([1, 2, 3, 8, 16, 17, 40, 64, 80])
 @st.composite
 def options(draw: st.DrawFn) -> tuple[str, tuple[Builder, ...]]:
     """A name, and up to a few options."""
-    chosen = [(name, group[name]) for group in GROUPS if draw(st.booleans()) for name in [draw(st.sampled_from(sorted(group)))] if name]
+    chosen = [
+        (name, group[name]) for group in GROUPS if draw(st.booleans()) for name in [draw(st.sampled_from(sorted(group)))] if name
+    ]
     return "+".join(name for name, _ in chosen), tuple(builder for _, builder in chosen)
 
 
@@ -112,7 +117,9 @@ def cases(draw: st.DrawFn) -> Case:
         fields["decode"] = True
         fields["new"] = draw(st.integers(0, min(3, *fields["kv_lengths"])))
         if fields["new"] and "kv_start" in fields:  # new keys are no padding
-            fields["kv_start"] = tuple(min(s, n - fields["new"]) for s, n in zip(fields["kv_start"], fields["kv_lengths"], strict=True))
+            fields["kv_start"] = tuple(
+                min(s, n - fields["new"]) for s, n in zip(fields["kv_start"], fields["kv_lengths"], strict=True)
+            )
     elif storage == "dense" and b == 1:
         fields["axes"] = draw(st.sampled_from([4, 3, 2] if hkv == ratio == 1 else [4, 3]))
     shape = Shape(b, sq, sk, hkv * ratio, hkv, draw(head_sizes), draw(head_sizes))

@@ -34,7 +34,9 @@ def extras() -> dict[str, str]:
 def test_support_table_is_what_the_backends_answer():
     shown = re.search(r"^<!-- support table: .*? -->\n(.*?)\n?<!-- end of support table -->$", README, re.MULTILINE | re.DOTALL)
     assert shown, "README.md has lost the markers around its support table"
-    assert shown[1].splitlines() == support.table().splitlines(), "run `python -m cuflash support` and put its output into README.md"
+    assert shown[1].splitlines() == support.table().splitlines(), (
+        "run `python -m cuflash support` and put its output into README.md"
+    )
 
 
 def test_usage_example_prints_what_its_comment_says():
@@ -51,7 +53,9 @@ def test_usage_example_prints_what_its_comment_says():
 def test_two_commands_set_everything_up():
     setups = [line for line in commands() if "venv .venv" in line]
     assert len(setups) == 2
-    for line, last in zip(setups, (["examples/smollm2_chat.py", "What is the capital of France?"], ["-m", "pytest"]), strict=True):
+    for line, last in zip(
+        setups, (["examples/smollm2_chat.py", "What is the capital of France?"], ["-m", "pytest"]), strict=True
+    ):
         create, install, run = line.split(" && ")
         assert create == "python3 -m venv .venv"
         program, *arguments, requirement = shlex.split(install)

@@ -148,8 +148,20 @@ CASES = {
     "padding on the left": dense(32, kv_start=[1, 3], causal=True),
     "padding on the left, lengths": dense(33, kv_start=[2, 0], kv_lengths=[3, 1]),
     "many at once": dense(
-        34, seqlen_q=4, seqlen_k=6, heads_q=4, heads_kv=2, bias=(4, 1, 6), sinks=True, softcap=1.5, window=(3, 2), mask_mod=checker,
-        score_mod=bend, mod_args={"slope": np.array([0.2, 0.4])}, alibi_slopes=np.array([0.1, 0.2, 0.3, 0.4]), kv_lengths=[6, 4],
+        34,
+        seqlen_q=4,
+        seqlen_k=6,
+        heads_q=4,
+        heads_kv=2,
+        bias=(4, 1, 6),
+        sinks=True,
+        softcap=1.5,
+        window=(3, 2),
+        mask_mod=checker,
+        score_mod=bend,
+        mod_args={"slope": np.array([0.2, 0.4])},
+        alibi_slopes=np.array([0.1, 0.2, 0.3, 0.4]),
+        kv_lengths=[6, 4],
     ),
     "many at once, sqdist": dense(35, score="sqdist", softcap=2.0, bias=(2, 3, 4), sinks=True, causal=True, kv_start=[0, 1]),
 }
@@ -167,13 +179,19 @@ def test_forward_is_the_definition(name):
 def varlen_case(seed: int, **options) -> Case:
     rng = np.random.default_rng(seed)
     operands = {"q": rng.standard_normal((9, 4, 3)), "k": rng.standard_normal((8, 2, 3)), "v": rng.standard_normal((8, 2, 2))}
-    return Case(operands, {"cu_seqlens_q": [0, 3, 3, 5, 8], "cu_seqlens_k": [0, 2, 3, 6, 6], "max_seqlen_q": 4, **options}, build_varlen)
+    return Case(
+        operands, {"cu_seqlens_q": [0, 3, 3, 5, 8], "cu_seqlens_k": [0, 2, 3, 6, 6], "max_seqlen_q": 4, **options}, build_varlen
+    )
 
 
 def paged_case(seed: int, **options) -> Case:
     """Two sequences that share page 2; sequence 0 lists page 0 twice. Unused entries are wild."""
     rng = np.random.default_rng(seed)
-    operands = {"q": rng.standard_normal((2, 3, 4, 3)), "k": rng.standard_normal((5, 2, 2, 3)), "v": rng.standard_normal((5, 2, 2, 2))}
+    operands = {
+        "q": rng.standard_normal((2, 3, 4, 3)),
+        "k": rng.standard_normal((5, 2, 2, 3)),
+        "v": rng.standard_normal((5, 2, 2, 2)),
+    }
     table = [[2, 0, 0, 10**9], [2, 4, -1, -7]]
     return Case(operands, {"page_table": np.array(table), "kv_lengths": [5, 3], **options})
 
@@ -229,7 +247,9 @@ def test_without_dlse_it_counts_as_zero():
         np.testing.assert_array_equal(getattr(left, name), getattr(right, name))
 
 
-@pytest.mark.parametrize("name", ["many at once", "many at once, sqdist", "mask of the last keys, lengths", "sinks with empty rows"])
+@pytest.mark.parametrize(
+    "name", ["many at once", "many at once, sqdist", "mask of the last keys, lengths", "sinks with empty rows"]
+)
 def test_blocks_of_rows_change_nothing(name, monkeypatch):
     case = CASES[name]
     # Without score_mod, whose difference quotients would turn a last bit of the score into 1e-10 of the gradient.

@@ -100,7 +100,9 @@ def test_bias_of_minus_infinity_masks_like_an_invisible_key():
 
 
 def test_score_mod_may_hide_a_key_by_minus_infinity():
-    hide = lambda s, b, h, i, j: np.where(j == 1, -INF, s)
+    def hide(s, b, h, i, j):
+        return np.where(j == 1, -INF, s)
+
     out, lse = forward_1d(build_attention(rows(0), rows(1, 1, 1), rows(1, np.nan, 5), score_mod=hide))
     assert out[0] == 3 and lse[0] == math.log(2)
 
@@ -152,7 +154,9 @@ def test_case_10_all_logits_minus_120(seqlen_q, seqlen_k):
     gradients = reference.backward(problem)
     # dq would be the mean of the equal keys times a sum of score gradients that is 0.
     np.testing.assert_allclose(gradients.dq, 0, atol=1e-12)
-    np.testing.assert_allclose(gradients.dv, np.broadcast_to(dout.sum(axis=1, keepdims=True) / seqlen_k, v.shape), rtol=1e-11, atol=1e-14)
+    np.testing.assert_allclose(
+        gradients.dv, np.broadcast_to(dout.sum(axis=1, keepdims=True) / seqlen_k, v.shape), rtol=1e-11, atol=1e-14
+    )
 
 
 def test_case_11_raw_scores_beyond_float16():
@@ -179,7 +183,12 @@ def test_case_12_scale_negative_or_zero():
 
 @pytest.mark.parametrize(
     ("window", "expected"),
-    [((1, 0), [0, 0.5, 1.5, 2.5, 3.5]), ((0, 0), [0, 1, 2, 3, 4]), ((2, 0), [0, 0.5, 1, 2, 3]), ((0, 1), [0.5, 1.5, 2.5, 3.5, 4])],
+    [
+        ((1, 0), [0, 0.5, 1.5, 2.5, 3.5]),
+        ((0, 0), [0, 1, 2, 3, 4]),
+        ((2, 0), [0, 0.5, 1, 2, 3]),
+        ((0, 1), [0.5, 1.5, 2.5, 3.5, 4]),
+    ],
 )
 def test_case_27_windows_include_both_ends(window, expected):
     out, _ = forward_1d(build_attention(zeros(5), zeros(5), rows(0, 1, 2, 3, 4), window=window))
@@ -189,7 +198,13 @@ def test_case_27_windows_include_both_ends(window, expected):
 def test_case_28_windows_as_wide_as_the_sequence():
     rng = np.random.default_rng(11)
     q, k, v = rng.standard_normal((3, 1, 16, 2, 4))
-    options = [{"causal": True}, {"window": (-1, 0)}, {"window": (16, 0)}, {"window": (15, 0)}, {"causal": True, "window": (16, 0)}]
+    options = [
+        {"causal": True},
+        {"window": (-1, 0)},
+        {"window": (16, 0)},
+        {"window": (15, 0)},
+        {"causal": True, "window": (16, 0)},
+    ]
     results = [reference.forward(build_attention(q, k, v, **option)) for option in options]
     for out, lse in results[1:]:
         np.testing.assert_array_equal(out, results[0][0])
@@ -271,7 +286,9 @@ def test_case_65_nan_in_a_query_stays_in_its_row():
 
 
 @pytest.mark.parametrize("garbage", [np.nan, INF, -INF])
-@pytest.mark.parametrize("options", [{}, {"softcap": 1.0}, {"score": "sqdist"}, {"alibi_slopes": [0.5]}, {"score_mod": lambda s, b, h, i, j: 2 * s}])
+@pytest.mark.parametrize(
+    "options", [{}, {"softcap": 1.0}, {"score": "sqdist"}, {"alibi_slopes": [0.5]}, {"score_mod": lambda s, b, h, i, j: 2 * s}]
+)
 def test_invisible_keys_never_matter(garbage, options):
     """Causal: the last key is seen by the last row alone, so that all other rows must not notice what it holds."""
     rng = np.random.default_rng(14)

@@ -36,7 +36,9 @@ print(json.dumps({"file": cuflash.__file__, "error": error, "size": np.abs(expec
 
 def run(*command: object, **options: object) -> str:
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    done = subprocess.run([str(part) for part in command], capture_output=True, text=True, timeout=300, env=environment, **options)
+    done = subprocess.run(
+        [str(part) for part in command], capture_output=True, text=True, timeout=300, env=environment, **options
+    )
     assert done.returncode == 0, f"{command[:4]}:\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
     return done.stdout
 
@@ -71,7 +73,18 @@ def fresh_python(tmp_path_factory, wheel) -> Path:
     place = tmp_path_factory.mktemp("venv")
     venv.create(place, with_pip=False, symlinks=os.name != "nt")
     python = place / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
-    run(sys.executable, "-m", "pip", "--python", python, "install", "--no-deps", "--no-index", "--disable-pip-version-check", wheel)
+    run(
+        sys.executable,
+        "-m",
+        "pip",
+        "--python",
+        python,
+        "install",
+        "--no-deps",
+        "--no-index",
+        "--disable-pip-version-check",
+        wheel,
+    )
     site_packages = Path(run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip())
     # Paths in a .pth file come after site-packages, and .pth files in them are not read: no editable install gets in.
     paths = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
@@ -80,7 +93,11 @@ def fresh_python(tmp_path_factory, wheel) -> Path:
 
 
 def relative_files(folder: Path, pattern: str = "*") -> set[str]:
-    return {path.relative_to(folder).as_posix() for path in folder.rglob(pattern) if path.is_file() and "__pycache__" not in path.parts}
+    return {
+        path.relative_to(folder).as_posix()
+        for path in folder.rglob(pattern)
+        if path.is_file() and "__pycache__" not in path.parts
+    }
 
 
 def test_wheel_holds_every_module_and_kernel_and_nothing_else(wheel):
@@ -95,7 +112,9 @@ def test_source_archive_holds_what_the_tests_need(built):
     with tarfile.open(path) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
     expected = {"LICENSE", "README.md", "setup.cfg", "pyproject.toml", *(f"kernels_cu/{name}" for name in PROBES)}
-    expected |= {f"{folder}/{name}" for folder in ("tests", "examples", "cuflash") for name in relative_files(ROOT / folder, "*.py")}
+    expected |= {
+        f"{folder}/{name}" for folder in ("tests", "examples", "cuflash") for name in relative_files(ROOT / folder, "*.py")
+    }
     assert expected <= names
 
 
@@ -105,7 +124,9 @@ def test_metadata(wheel):
         lines = archive.read(name).decode().partition("\n\n")[0].splitlines()
     assert "License-Expression: Apache-2.0" in lines
     assert "Requires-Python: >=3.11" in lines
-    required = {line.removeprefix("Requires-Dist: ") for line in lines if line.startswith("Requires-Dist: ") and "extra ==" not in line}
+    required = {
+        line.removeprefix("Requires-Dist: ") for line in lines if line.startswith("Requires-Dist: ") and "extra ==" not in line
+    }
     assert {line.split(">=")[0] for line in required} == {"numpy", "numba", "scipy", "threadpoolctl", "ml_dtypes", "platformdirs"}
     assert "numpy>=2.1.2" in required
 
@@ -118,7 +139,8 @@ def test_installed_wheel_computes(fresh_python, tmp_path):
 
 
 def test_installed_wheel_has_its_kernels_beside_its_modules(fresh_python, tmp_path):
-    code = "import cuflash, pathlib; print(*sorted(p.name for p in (pathlib.Path(cuflash.__file__).parent / 'kernels_cu').iterdir()))"
+    folder = "(pathlib.Path(cuflash.__file__).parent / 'kernels_cu')"
+    code = f"import cuflash, pathlib; print(*sorted(p.name for p in {folder}.iterdir()))"
     assert {"probe.cu", "include", "README.md"} <= set(run(fresh_python, "-I", "-c", code, cwd=tmp_path).split())
 
 

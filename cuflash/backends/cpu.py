@@ -8,6 +8,7 @@ threads and the parts merged) and "naive" (naive.py). A Python score_mod or mask
 from __future__ import annotations
 
 import functools
+import os
 import threading
 from typing import NamedTuple
 
@@ -21,6 +22,7 @@ NAME = "cpu"
 KERNELS = ("fa2", "decode", "naive")
 
 SHORT_ROWS = 32  # packed query rows (rows x heads of a group) up to which "auto" decodes
+INVARIANT_ROWS = 128  # of a block, and
 INVARIANT_KEYS = 2048  # keys of a split when a sequence's result must not depend on its neighbours
 SPLIT_KEYS = 512  # a split of fewer keys is not worth a thread
 THREAD_COST = 2e6  # multiply-adds for which waking a thread pays
@@ -37,22 +39,14 @@ def auto_kernels(problem: Problem) -> tuple[str, ...]:
 
 def decline(problem: Problem, kernel: str) -> str | None:
     """Why the CPU cannot do this, or None."""
-    if kernel not in KERNELS:
-        return f"the CPU backend has no kernel {kernel!r}, only {', '.join(map(repr, KERNELS))}"
-    if problem.op == "backward":
-        return "the CPU backend has no backward pass yet"
-    if problem.q.kind != "numpy":
-        return f"the CPU backend takes NumPy arrays, these are {problem.q.kind}"
     for name in ("score_mod", "mask_mod"):
         if isinstance(getattr(problem, name), str):
             return f"{name} is a CUDA expression; the CPU backend takes a Python callable on NumPy arrays"
-    for name in ("q", "k", "v", "bias", "out"):
-        view = getattr(problem, name)
-        if view is not None and view.dtype not in CODES:
-            return f"{name} is {view.dtype}; the CPU backend computes with {', '.join(map(str, CODES))}"
-    if problem.out_dtype not in CODES:
-        return f"out_dtype is {problem.out_dtype}; the CPU backend writes {', '.join(map(str, CODES))}"
-    return naive.decline(problem) if kernel == "naive" else None
+    if kernel == "naive":
+        return naive.decline(problem)
+    if os.environ.get("NUMBA_DISABLE_JIT", "0") not in ("", "0") and not _has_callable(problem):
+        return "the environment variable NUMBA_DISABLE_JIT forbids to compile its kernels; unset it, or ask for kernel='naive'"
+    return None
 
 
 def tile_keys(problem: Problem) -> int:
@@ -66,6 +60,8 @@ def block_rows(problem: Problem, sequences: np.ndarray) -> int:
     Keys and values are packed once per block, so blocks are as large as they can be without leaving a thread idle. Their
     queries and outputs need not fit a cache: they stream by, panel after panel.
     """
+    if problem.batch_invariant:  # the rows of a block share their splits and how they treat a NaN in V
+        return INVARIANT_ROWS
     packed = sequences["q_length"] * problem.group_size
     enough = BLOCKS_PER_THREAD * cpu_threads.thread_count()
     rows = MOST_ROWS
@@ -83,7 +79,7 @@ def _splits(problem: Problem, kernel: str, sequences: np.ndarray, rows: int) -> 
     lengths = np.maximum(sequences["kv_length"] - sequences["kv_start"], 1)
     packed = sequences["q_length"] * problem.group_size
     if problem.num_splits is not None:
-        return np.minimum(problem.num_splits, lengths)
+        return np.minimum(problem.num_splits, -(-lengths // tile_keys(problem)))  # a part is at least a tile
     if problem.batch_invariant:  # by the sequence's own lengths alone
         return np.where(packed <= SHORT_ROWS, -(-lengths // INVARIANT_KEYS), 1)
     if kernel != "decode":
@@ -110,6 +106,10 @@ class Work(NamedTuple):
         """Rows of the largest task."""
         return int(self.tasks.tasks["rows"].max(initial=0))
 
+    @property
+    def tables_bytes(self) -> int:
+        return self.tasks.tasks.nbytes + self.tasks.merges.nbytes + self.sequences.nbytes
+
     def partial_numbers(self, problem: Problem) -> int:
         """Numbers that the partial results of split sequences need."""
         return self.tasks.slots * self.most_rows * (problem.head_dim_v + 2)
@@ -128,7 +128,7 @@ def cut_up(problem: Problem, kernel: str) -> Work:
 # Plans of the last calls: the layers of a model ask for the same one again and again, and making one costs as much as
 # the attention of a short sequence.
 _recent: dict[tuple, Plan] = {}
-_MOST_RECENT = 64
+_MOST_RECENT, _LARGEST_RECENT = 64, 1 << 18  # plans, bytes of a plan's tables
 
 
 def plan(problem: Problem, kernel: str) -> Plan:
@@ -143,6 +143,8 @@ def plan(problem: Problem, kernel: str) -> Plan:
     known = _recent.get(key)
     if known is None:
         known = _make_plan(problem, kernel)
+        if known.extra.tables_bytes > _LARGEST_RECENT:
+            return known
         if len(_recent) >= _MOST_RECENT:
             _recent.clear()
         _recent[key] = known
@@ -166,7 +168,6 @@ def _make_plan(problem: Problem, kernel: str) -> Plan:
     width = problem.head_dim + problem.head_dim_v + 8
     scratch = (rows * (width + 3) + keys * (width + 2 * 64) + 512) * itemsize + 48 * rows
     splits = int(work.tasks.merges["slots"].max(initial=1))
-    tables_bytes = work.tasks.tasks.nbytes + work.tasks.merges.nbytes + work.sequences.nbytes
     return Plan(
         kernel=kernel,
         backend=NAME,
@@ -174,7 +175,7 @@ def _make_plan(problem: Problem, kernel: str) -> Plan:
         tile=(work.rows, tile_keys(problem)),
         num_splits=splits,
         threads=work.threads,
-        workspace=work.threads * scratch + work.partial_numbers(problem) * itemsize + tables_bytes,
+        workspace=work.threads * scratch + work.partial_numbers(problem) * itemsize + work.tables_bytes,
         extra=work,
     )
 
@@ -199,7 +200,10 @@ def _kernels():
     return cpu_kernels
 
 
-_compile_lock = threading.Lock()
+_compile_lock = threading.RLock()
+if hasattr(os, "register_at_fork"):
+    # A child forked in the middle of a compilation would wait for ever for a compiler that has no thread there.
+    os.register_at_fork(before=_compile_lock.acquire, after_in_parent=_compile_lock.release, after_in_child=_compile_lock.release)
 _compiled: set[int] = set()
 
 
@@ -235,10 +239,10 @@ def _clear_unowned_rows(problem: Problem) -> None:
     """Packed rows of no sequence, and everything if there is no sequence: O = 0 and LSE = -inf."""
     if not problem.varlen:
         return
-    for rows in (slice(0, int(problem.cu_seqlens_q[0])), slice(int(problem.cu_seqlens_q[-1]), None)):
-        problem.out.array[rows] = 0
-        if problem.lse is not None:
-            problem.lse.array[:, rows] = -np.inf
+    end = int(problem.cu_seqlens_q[-1])
+    problem.out.array[end:] = 0
+    if problem.lse is not None:
+        problem.lse.array[:, end:] = -np.inf
 
 
 def _attend(problem: Problem, work: Work) -> None:

@@ -1,8 +1,8 @@
 """Where the compiled CPU kernels are kept between processes, and the message while they are compiled.
 
-Numba's own on-disk cache does the work: beside the source, else in the user's cache directory. Three things differ.
-CUFLASH_CACHE_DIR comes first if it is set; the stamp covers every file that the kernels are made from, where Numba looks
-only at the file of the outermost function; and whatever is wrong with the cache, the call goes on and compiles.
+Numba's own on-disk cache does the work. Three things differ: the directory is cuflash's; the stamp covers every file that
+the kernels are made from, where Numba looks only at the file of the outermost function; and whatever is wrong with the
+cache, the call goes on and compiles.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import logging
-import os
+import pickle
 import sys
 import time
 from collections.abc import Iterator
@@ -18,14 +18,11 @@ from pathlib import Path
 
 from numba.core import caching, event
 
+from ..host import cache_directory
+
 logger = logging.getLogger("cuflash")
 
 COMPILE_SECONDS = 6  # about, for one compute dtype
-
-
-def _locator(name: str) -> type:
-    """One of Numba's cache locators; in older versions their names begin with an underscore."""
-    return getattr(caching, name, None) or getattr(caching, f"_{name}")
 
 
 def _stamp() -> str:
@@ -36,48 +33,55 @@ def _stamp() -> str:
     return digest.hexdigest()
 
 
-class _Stamped:
-    def get_source_stamp(self) -> str:
-        return _stamp()
-
-
-_UserProvided = _locator("UserProvidedCacheLocator")
-
-
-class _CuflashLocator(_Stamped, _UserProvided):
-    """The directory that CUFLASH_CACHE_DIR names."""
+class _CuflashLocator(caching.UserProvidedCacheLocator):
+    """Places the kernels in cuflash's cache directory, which only its owner may read or change."""
 
     def __init__(self, py_func, py_file):
         super().__init__(py_func, py_file)
-        self._cache_path = os.path.join(os.environ["CUFLASH_CACHE_DIR"], "cpu", self.get_suitable_cache_subpath(py_file))
+        self._cache_path = str(cache_directory() / "cpu" / self.get_suitable_cache_subpath(py_file))
+
+    def get_source_stamp(self) -> str:
+        return _stamp()
 
     @classmethod
     def from_function(cls, py_func, py_file):
-        if not os.environ.get("CUFLASH_CACHE_DIR"):
+        locator = cls(py_func, py_file)
+        try:
+            cache_directory().mkdir(mode=0o700, parents=True, exist_ok=True)
+            locator.ensure_cache_path()
+        except OSError:
             return None
-        return super(_UserProvided, cls).from_function(py_func, py_file)
-
-
-class _NumbaDirectory(_Stamped, _UserProvided):
-    pass
-
-
-class _BesideSource(_Stamped, _locator("InTreeCacheLocator")):
-    pass
-
-
-class _UserWide(_Stamped, _locator("UserWideCacheLocator")):
-    pass
+        return locator
 
 
 class _Implementation(caching.CompileResultCacheImpl):
-    _locator_classes = [_CuflashLocator, _NumbaDirectory, _BesideSource, _UserWide]
+    _locator_classes = [_CuflashLocator]
+
+
+class _CheckedFile(caching.IndexDataCacheFile):
+    """Numba's pair of files, with a checksum in front of the machine code: one wrong bit in it could do anything."""
+
+    def _save_data(self, name, data):
+        data = self._dump(data)
+        with self._open_for_write(self._data_path(name)) as file:
+            file.write(hashlib.sha256(data).digest() + data)
+
+    def _load_data(self, name):
+        stored = Path(self._data_path(name)).read_bytes()
+        digest, data = stored[:32], stored[32:]
+        if hashlib.sha256(data).digest() != digest:
+            raise ValueError("the checksum does not match")
+        return pickle.loads(data)
 
 
 class _ForgivingCache(caching.FunctionCache):
-    """A cache that is only ever a help: an unreadable, truncated or unwritable file means compiling again."""
+    """A cache that is only ever a help: an unreadable, damaged or unwritable file means compiling again."""
 
     _impl_class = _Implementation
+
+    def __init__(self, py_func):
+        super().__init__(py_func)
+        self._cache_file = _CheckedFile(self._cache_path, self._impl.filename_base, self._impl.locator.get_source_stamp())
 
     def load_overload(self, sig, target_context):
         try:

@@ -209,17 +209,20 @@ def write_row(one, p, s, task, t, top, total, values, sinks):
     row, head = query_of(task, p.group, t)
     r = s.q_begin + row
     base = top if top != -INF else 0.0
-    whole = divisor = total
+    whole, share = total, 1.0  # share of the weight that the keys have
     if p.sinks and total == total:
         sink = sinks[head]
         base = max(base, sink) if top != -INF else sink if sink != -INF else 0.0
         shrink = math.exp(top - base)
         whole = total * shrink + math.exp(sink - base)
-        divisor = whole / shrink
-    # One division, so that the mean of equal values is exactly that value.
-    divisor = type(one)(divisor)
+        share = total * shrink / whole if whole != 0 else 0.0
     for d in range(p.head_dim_v):
-        put(one, values, d, get(one, values, d) / divisor if total != 0 else 0)
+        if total == 0:
+            put(one, values, d, 0)
+        elif share == 1.0:  # one division, so that the mean of equal values is exactly that value
+            put(one, values, d, get(one, values, d) / type(one)(total))
+        else:  # in float64: a large sink leaves a share below the range of float32
+            put(one, values, d, type(one)(np.float64(get(one, values, d)) / total * share))
     where = p.out_address + task.batch * p.out_b + r * p.out_s + head * p.out_h
     store_row(one, values, where, p.out_d, p.head_dim_v, p.out_code)
     if p.lse_address:

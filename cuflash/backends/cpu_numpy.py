@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from ..modifiers import modified_mask, modified_scores
 from ..types import UNBOUNDED, Problem, Sequence
 
 
@@ -69,7 +70,7 @@ def logits(problem: Problem, s: Sequence, head: int, rows: slice, keys: slice, q
     if problem.alibi_slopes is not None:
         x -= kind(problem.alibi_slopes[s.index, head]) * np.abs(i - j).astype(kind)
     if problem.score_mod is not None:
-        x = np.array(np.broadcast_to(problem.score_mod(x, s.index, head, i, j, **problem.mod_args), x.shape), kind)
+        x = modified_scores(problem, x, s.index, head, i, j)
     x[np.broadcast_to(hidden, x.shape)] = -np.inf
     return _hide(problem, s, head, rows, i, j, x)
 
@@ -104,8 +105,7 @@ def _hide(problem: Problem, s: Sequence, head: int, rows: slice, i: np.ndarray, 
         else:
             x[~mask[:, j[0]]] = hidden
     if problem.mask_mod is not None:
-        visible = problem.mask_mod(s.index, head, i, j, **problem.mod_args)
-        x[~np.broadcast_to(np.asarray(visible, bool), x.shape)] = hidden
+        x[~modified_mask(problem, s.index, head, i, j)] = hidden
     return x
 
 
@@ -150,8 +150,9 @@ class State:
         shrink = np.exp(self.top - base)
         whole = self.total * shrink + np.exp(sink - base)
         lse = base + np.log(whole)
-        divisor = np.where(shrink == 1, whole, whole / shrink).astype(self.out.dtype)
-        out = np.where((self.total == 0)[:, None], 0, self.out / divisor[:, None])
+        # In float64, where a large sink leaves a share below the range of float32; without a sink, exactly 1.
+        share = self.total * shrink / whole
+        out = np.where((self.total == 0)[:, None], 0, self.out / self.total.astype(np.float64)[:, None] * share[:, None])
         return out, lse
 
 

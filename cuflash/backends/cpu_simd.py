@@ -7,7 +7,7 @@ The lanes of a vector are query rows. A *panel* is ROWS query rows (a few vector
 
 so that both products read K or V one scalar at a time and everything else in whole vectors, and the softmax never looks
 across lanes. Multiplications and additions carry LLVM's ``contract`` flag: they fuse where the machine can, and stay
-two instructions where it cannot. Nothing else is relaxed, which the rounding trick in ``_exp`` needs.
+two instructions where it cannot. Nothing else is relaxed, which the rounding trick in ``_Emitter.exp`` needs.
 
 Every function takes addresses (int64) and a ``like`` number that fixes the dtype.
 """

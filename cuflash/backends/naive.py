@@ -60,6 +60,7 @@ def plan(problem: Problem, backend: str) -> Plan:
 
 def run(plan: Plan, problem: Problem) -> None:
     """Write ``problem.out`` and, unless it is None, ``problem.lse``."""
+    assert problem.out is not None
     with np.errstate(all="ignore"):  # infinities and NaN are answers here, not accidents
         for s in problem.sequences():
             rows, keys = slice(0, s.q_length), slice(s.kv_start, max(s.kv_start, s.kv_length))

@@ -9,7 +9,7 @@ from ..types import Gradients, Plan, Problem
 
 NAME = "reference"
 KERNELS = ("naive",)
-_MATRICES = 6  # float64 score matrices of a block alive at a time
+_MATRICES = 10  # float64 score matrices of a block alive at a time, at most
 
 
 def auto_kernels(problem: Problem) -> tuple[str, ...]:
@@ -45,6 +45,7 @@ def plan(problem: Problem, kernel: str) -> Plan:
 
 def run(plan: Plan, problem: Problem) -> None:
     """Write ``problem.out`` and, unless it is None, ``problem.lse``."""
+    assert problem.out is not None
     out, lse = reference.forward(problem)
     _store(problem.out.array, out)
     if problem.lse is not None:
@@ -58,7 +59,7 @@ def run_backward(plan: Plan, problem: Problem) -> Gradients:
         dq=_cast(exact.dq, problem.q.dtype),
         dk=_cast(exact.dk, problem.k.dtype),
         dv=_cast(exact.dv, problem.v.dtype),
-        dbias=None if exact.dbias is None else _cast(exact.dbias, problem.bias.dtype),
+        dbias=None if exact.dbias is None or problem.bias is None else _cast(exact.dbias, problem.bias.dtype),
         dsinks=None if exact.dsinks is None else _cast(exact.dsinks, problem.compute_dtype),
     )
 

@@ -3,8 +3,8 @@
 ``python -m cuflash.bench.cpu --json docs/performance-cpu.json --markdown docs/performance.md``
 
 Each peer and cuflash take turns on the same inputs (A B A B ...), after their outputs were compared. What counts is the
-ratio of the two times of a turn: its median, and the lower end of a 95 % confidence interval of that median. PyTorch is
-measured where it is installed; cuflash never needs it.
+ratio of the two times of a turn: its median, and the lower end of a one-sided 95 % confidence interval of that median.
+PyTorch is measured where it is installed; cuflash never needs it.
 """
 
 from __future__ import annotations
@@ -82,7 +82,8 @@ def numpy_in_place(q: np.ndarray, k: np.ndarray, v: np.ndarray, causal: bool) ->
 
 
 def _lower_triangle(s: np.ndarray) -> np.ndarray:
-    return np.tri(*s.shape[-2:], k=s.shape[-1] - s.shape[-2], dtype=bool)
+    rows, keys = s.shape[-2:]
+    return np.tri(rows, keys, k=keys - rows, dtype=bool)
 
 
 def torch_attention() -> Attention | None:
@@ -121,7 +122,7 @@ def lower_bound(ratios: list[float]) -> float:
 
 def gemm_gflops(dtype: str, n: int = 2048) -> float:
     """Speed of the best of a few BLAS products of square matrices: what the machine can do."""
-    from scipy.linalg import blas
+    from scipy.linalg import blas  # type: ignore[import-untyped]
 
     a = np.asfortranarray(np.random.default_rng(0).standard_normal((n, n)).astype(dtype))
     gemm = blas.sgemm if dtype == "float32" else blas.dgemm
@@ -144,22 +145,16 @@ def measure(dtype: str, shape: tuple[int, int, int, int], causal: bool, peers: d
         pairs = [(seconds(peer, q, k, v, causal), seconds(ours, q, k, v, causal)) for _ in range(turns)]
         ratios = [theirs / own for theirs, own in pairs]
         own_times = own_times or [own for _, own in pairs]  # beside the first peer: the others leave gigabytes to clean up
-        found[name] = {"ms": 1e3 * float(np.median([t for t, _ in pairs])), "ratio": float(np.median(ratios)), "lower": lower_bound(ratios)}
+        ms, ratio = 1e3 * float(np.median([t for t, _ in pairs])), float(np.median(ratios))
+        found[name] = {"ms": ms, "ratio": ratio, "lower": lower_bound(ratios)}
     own = float(np.median(own_times))
     flops = 4 * b * h * n * n * d / (2 if causal else 1)
     return Result(dtype, shape, causal, 1e3 * own, flops / own / 1e9, gemm, found)
 
 
-def cpu_model() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()
-
-
 def environment() -> dict[str, Any]:
     """What a reader needs to judge the numbers."""
+    from cuflash import host
     from cuflash.backends.cpu_simd import VECTOR_BYTES
     from cuflash.backends.cpu_threads import thread_count
 
@@ -171,7 +166,7 @@ def environment() -> dict[str, Any]:
             if package == "cuflash":
                 versions[package] = cuflash.__version__
     return {
-        "cpu": cpu_model(),
+        "cpu": host.cpu_model(),
         "threads": thread_count(),
         "vector_bits": 8 * VECTOR_BYTES,
         "system": f"{platform.system()} {platform.machine()}",
@@ -253,7 +248,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m cuflash.bench.cpu", description=__doc__.split("\n", 1)[0])
     parser.add_argument("--json", type=Path, help="write the results here; cases measured before stay in the file")
     parser.add_argument("--markdown", type=Path, help="write the tables here; in a document between its marker lines")
-    parser.add_argument("--only", default="", help="measure only the cases whose name contains this, such as 'float32 B1 H8 N2048'")
+    parser.add_argument("--only", default="", help="measure only cases whose name contains this, such as 'float32 B1 H8 N2048'")
     options = parser.parse_args(arguments)
     report: dict[str, Any] = {"environment": environment(), "results": {}}
     if options.json and options.json.exists():

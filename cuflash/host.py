@@ -1,0 +1,27 @@
+"""This machine: the processor, and where compiled kernels are kept. A leaf that loads nothing heavy."""
+
+from __future__ import annotations
+
+import os
+import platform
+from pathlib import Path
+
+
+def cache_directory() -> Path:
+    """Where compiled kernels are kept: CUFLASH_CACHE_DIR, else the user's cache directory."""
+    chosen = os.environ.get("CUFLASH_CACHE_DIR")
+    if chosen:
+        return Path(chosen).expanduser()
+    import platformdirs
+
+    return Path(platformdirs.user_cache_dir("cuflash"))
+
+
+def cpu_model() -> str:
+    """Name of the processor, as exactly as the system tells it without help."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
+    except OSError:
+        lines = []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, "") or platform.processor() or platform.machine() or "unknown"
