@@ -36,7 +36,10 @@ TARGETS = (
     Target("cpu", "decode"),
     Target("cpu", "naive"),
 )
-GRADIENT_TARGETS = (Target("reference", "naive"),)
+GRADIENT_TARGETS = (
+    Target("reference", "naive"),
+    Target("cpu", "fa2"),
+)
 
 
 class Shape(NamedTuple):

@@ -26,6 +26,14 @@ def test_peers_compute_attention():
             np.testing.assert_allclose(got, expected, rtol=0, atol=1e-13)
 
 
+def test_peers_compute_gradients():
+    arrays = [np.random.default_rng(n).standard_normal((1, 2, 33, 8)) for n in range(4)]
+    for causal in (False, True):
+        expected = bench.our_gradients(*arrays, causal)()
+        for got, want in zip(bench.numpy_gradients(*arrays, causal)(), expected, strict=True):
+            np.testing.assert_allclose(got, want, rtol=0, atol=1e-13)
+
+
 def test_a_run_writes_json_and_replaces_only_the_tables_of_a_document(tmp_path, monkeypatch):
     monkeypatch.setattr(bench, "SHAPES", ((1, 2, 64, 8),))
     monkeypatch.setattr(bench, "TURNS", {64: 6})
@@ -37,9 +45,11 @@ def test_a_run_writes_json_and_replaces_only_the_tables_of_a_document(tmp_path, 
     for only in ("float32", "float64"):  # the second run keeps what the first one measured
         assert bench.main(["--json", str(data), "--markdown", str(document), "--only", only]) == 0
     report = json.loads(data.read_text())
-    assert len(report["results"]) == 4
+    assert len(report["results"]) == len(report["backward"]) == 4
+    assert all(r["ms"] > 0 and set(r["peers"]) == {"NumPy"} for r in report["backward"].values())
     for result in report["results"].values():
         assert result["ms"] > 0 and {"NumPy", "NumPy in place"} == set(result["peers"])
     text = document.read_text()
     assert text.startswith("before\n") and text.endswith("after\n") and "old" not in text
     assert all(name in text for name in report["results"]) and "causal time / full time" in text
+    assert "| backward | cuflash ms" in text and "backward: NumPy / cuflash, geometric mean" in text

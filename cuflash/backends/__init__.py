@@ -8,7 +8,8 @@ from typing import Protocol
 
 from ..types import ArrayView, Plan, Problem
 
-# Name -> module in this package, in the order in which "auto" asks. None: the name is reserved, its backend does not exist yet.
+# Name -> module in this package, in the order in which "auto" asks. None: the name is reserved, its backend is not offered yet
+# (the kernels of numba-cuda are in numba_cuda*.py; they join when the whole suite has passed on a GPU).
 REGISTRY: dict[str, str | None] = {
     "cuda": None,
     "numba-cuda": None,

@@ -14,9 +14,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..types import Plan, Problem
-from . import cpu_threads, naive
-from .cpu_params import CODES, Tasks, plan_tasks, sequence_table, tables
+from ..types import Gradients, Plan, Problem
+from . import cpu_backward, cpu_threads, naive
+from .cpu_params import Tasks, plan_tasks, sequence_table, tables
 
 NAME = "cpu"
 KERNELS = ("fa2", "decode", "naive")
@@ -33,6 +33,8 @@ PORTIONS = 16  # per thread: small tasks are handed out in portions
 
 def auto_kernels(problem: Problem) -> tuple[str, ...]:
     """Kernels for kernel="auto", best first."""
+    if problem.op == "backward":
+        return (cpu_backward.KERNEL,)
     short = problem.op == "decode" or problem.seqlen_q * problem.group_size <= SHORT_ROWS
     return ("decode", "fa2") if short else ("fa2",)
 
@@ -42,6 +44,8 @@ def decline(problem: Problem, kernel: str) -> str | None:
     for name in ("score_mod", "mask_mod"):
         if isinstance(getattr(problem, name), str):
             return f"{name} is a CUDA expression; the CPU backend takes a Python callable on NumPy arrays"
+    if problem.op == "backward" and kernel != cpu_backward.KERNEL:
+        return f"the backward pass of the CPU backend is kernel {cpu_backward.KERNEL!r}"
     if kernel == "naive":
         return naive.decline(problem)
     if os.environ.get("NUMBA_DISABLE_JIT", "0") not in ("", "0") and not _has_callable(problem):
@@ -133,6 +137,8 @@ _MOST_RECENT, _LARGEST_RECENT = 64, 1 << 18  # plans, bytes of a plan's tables
 
 def plan(problem: Problem, kernel: str) -> Plan:
     """Tile, splits, threads and workspace."""
+    if problem.op == "backward":
+        return cpu_backward.plan(problem, kernel)
     if kernel == "naive":
         return naive.plan(problem, NAME)
     if _has_callable(problem):
@@ -230,6 +236,11 @@ def run(plan: Plan, problem: Problem) -> None:
         cpu_callable.run(plan, problem)
         return
     _attend(problem, plan.extra)
+
+
+def run_backward(plan: Plan, problem: Problem) -> Gradients:
+    """Gradients in canonical axis order, each in the dtype of what it belongs to."""
+    return cpu_backward.run(plan, problem)
 
 
 def _clear_unowned_rows(problem: Problem) -> None:

@@ -111,15 +111,15 @@ def cached(dispatcher):
 class _Announcer(event.Listener):
     """Says once on stderr that compiling has begun; loading from the cache never gets here."""
 
-    def __init__(self, what: str):
-        self.what = what
+    def __init__(self, what: str, seconds: int):
+        self.what, self.seconds = what, seconds
         self.started = 0.0
 
     def on_start(self, event) -> None:
         if self.started:
             return
         self.started = time.perf_counter()
-        message = f"compiling the CPU kernels for {self.what} (once, about {COMPILE_SECONDS} s) ..."
+        message = f"compiling the CPU kernels for {self.what} (once, about {self.seconds} s) ..."
         logger.info(message)
         with contextlib.suppress(Exception):  # there may be no stderr at all
             print(f"cuflash: {message}", file=sys.stderr, flush=True)
@@ -129,9 +129,9 @@ class _Announcer(event.Listener):
 
 
 @contextlib.contextmanager
-def announced(what: str) -> Iterator[None]:
-    """Announce compilation that happens inside the ``with`` block."""
-    listener = _Announcer(what)
+def announced(what: str, seconds: int = COMPILE_SECONDS) -> Iterator[None]:
+    """Announce compilation that happens inside the ``with`` block, and about how long it takes."""
+    listener = _Announcer(what, seconds)
     with event.install_listener("numba:compile", listener):
         yield
     if listener.started:

@@ -53,29 +53,51 @@ def key_range(problem: Problem, s: Sequence, rows: slice) -> tuple[int, int]:
     return begin, max(begin, end)
 
 
+def positions(s: Sequence, rows: slice, keys: slice) -> tuple[np.ndarray, np.ndarray]:
+    """Positions of the queries (rows, 1) and of the keys (1, keys)."""
+    i = np.arange(rows.start, rows.stop, dtype=np.int64)[:, None] + s.position
+    return i, np.arange(keys.start, keys.stop, dtype=np.int64)[None, :]
+
+
 def logits(problem: Problem, s: Sequence, head: int, rows: slice, keys: slice, q: np.ndarray, k: np.ndarray) -> np.ndarray:
     """Final logits (rows, keys) of q (rows, D) and k (keys, D); -inf where a key is not visible."""
+    x, hidden = additive(problem, s, head, rows, keys, q, k)
+    return final(problem, s, head, rows, keys, x, hidden)
+
+
+def additive(
+    problem: Problem, s: Sequence, head: int, rows: slice, keys: slice, q: np.ndarray, k: np.ndarray
+) -> tuple[np.ndarray, np.ndarray | bool]:
+    """The logits that score_mod sees, (rows, keys), and which of them the bias hides."""
     kind = problem.compute_dtype.type
-    i = np.arange(rows.start, rows.stop, dtype=np.int64)[:, None] + s.position
-    j = np.arange(keys.start, keys.stop, dtype=np.int64)[None, :]
-    x = _scores(problem, q, k)
+    i, j = positions(s, rows, keys)
+    x = scores(problem, q, k)
     if problem.softcap:
         cap = kind(problem.softcap)
         x = np.tanh(x / cap) * cap
-    hidden = False
+    hidden: np.ndarray | bool = False
     if problem.bias is not None:
         bias = problem.bias.array[s.index, head, rows, keys].astype(kind)
         x += bias
         hidden = bias == -np.inf  # whatever the score or score_mod makes of it
     if problem.alibi_slopes is not None:
         x -= kind(problem.alibi_slopes[s.index, head]) * np.abs(i - j).astype(kind)
+    return x, hidden
+
+
+def final(
+    problem: Problem, s: Sequence, head: int, rows: slice, keys: slice, x: np.ndarray, hidden: np.ndarray | bool
+) -> np.ndarray:
+    """Final logits from those of ``additive``, whose array may be overwritten."""
+    i, j = positions(s, rows, keys)
     if problem.score_mod is not None:
         x = modified_scores(problem, x, s.index, head, i, j)
     x[np.broadcast_to(hidden, x.shape)] = -np.inf
     return _hide(problem, s, head, rows, i, j, x)
 
 
-def _scores(problem: Problem, q: np.ndarray, k: np.ndarray) -> np.ndarray:
+def scores(problem: Problem, q: np.ndarray, k: np.ndarray) -> np.ndarray:
+    """Scaled scores (rows, keys) of q (rows, D) and k (keys, D)."""
     kind = problem.compute_dtype.type
     if problem.score == "dot":
         x = q @ k.T

@@ -1,4 +1,4 @@
-"""The CPU backend beside PyTorch's CPU attention and beside NumPy that materialises the scores.
+"""The CPU backend, forward and backward, beside PyTorch's CPU attention and beside NumPy that materialises the scores.
 
 ``python -m cuflash.bench.cpu --json docs/performance-cpu.json --markdown docs/performance.md``
 
@@ -31,11 +31,15 @@ DTYPES = ("float32", "float64")
 TOLERANCE = {"float32": 1e-5, "float64": 1e-13}
 TURNS = {2048: 15, 4096: 7}
 PAUSE = 0.05
+MOST_WEIGHTS = 2**28  # bytes that NumPy may keep of a forward pass
 PACKAGES = ("cuflash", "numpy", "numba", "llvmlite", "scipy", "torch")
 
 MARKERS = ("<!-- cpu tables: begin -->", "<!-- cpu tables: end -->")
 
 Attention = Callable[[np.ndarray, np.ndarray, np.ndarray, bool], np.ndarray]
+Gradients = tuple[np.ndarray, ...]  # dq, dk, dv
+# From dout, q, k, v and causal: a function that computes the gradients, the forward pass being done.
+Differentiator = Callable[[np.ndarray, np.ndarray, np.ndarray, np.ndarray, bool], Callable[[], Gradients]]
 
 
 @dataclass
@@ -103,6 +107,56 @@ def torch_attention() -> Attention | None:
     return run
 
 
+def our_gradients(dout: np.ndarray, q: np.ndarray, k: np.ndarray, v: np.ndarray, causal: bool) -> Callable[[], Gradients]:
+    options: dict[str, Any] = {"causal": causal, "layout": "BHSD", "kernel": "fa2", "backend": "cpu"}
+    out, lse = cuflash.attention(q, k, v, return_lse=True, **options)
+
+    def run() -> Gradients:
+        g = cuflash.attention_backward(dout, q, k, v, out, lse, **options)
+        return g.dq, g.dk, g.dv
+
+    return run
+
+
+def torch_gradients(dout: np.ndarray, q: np.ndarray, k: np.ndarray, v: np.ndarray, causal: bool) -> Callable[[], Gradients]:
+    """The backward pass of PyTorch's attention alone: the graph of the forward pass is kept."""
+    torch = importlib.import_module("torch")
+    inputs = [torch.from_numpy(a).requires_grad_() for a in (q, k, v)]
+    out = torch.nn.functional.scaled_dot_product_attention(*inputs, is_causal=causal)
+    gradient = torch.from_numpy(dout)
+
+    def run() -> Gradients:
+        for a in inputs:
+            a.grad = None
+        out.backward(gradient, retain_graph=True)
+        return tuple(a.grad.numpy() for a in inputs)
+
+    return run
+
+
+def numpy_gradients(dout: np.ndarray, q: np.ndarray, k: np.ndarray, v: np.ndarray, causal: bool) -> Callable[[], Gradients]:
+    """The textbook formula head by head; the weights are kept from the forward pass, as autograd would keep them."""
+    scale = q.dtype.type(1 / math.sqrt(q.shape[-1]))
+    weights = np.empty((*q.shape[:-1], k.shape[-2]), q.dtype)
+    for at in np.ndindex(*q.shape[:2]):
+        s = q[at] @ k[at].T * scale
+        if causal:
+            s[~_lower_triangle(s)] = -np.inf
+        p = np.exp(s - s.max(axis=-1, keepdims=True))
+        weights[at] = p / p.sum(axis=-1, keepdims=True)
+
+    def run() -> Gradients:
+        dq, dk, dv = (np.empty_like(a) for a in (q, k, v))
+        for at in np.ndindex(*q.shape[:2]):
+            p = weights[at]
+            dp = dout[at] @ v[at].T
+            ds = p * (dp - (p * dp).sum(axis=-1, keepdims=True)) * scale
+            dq[at], dk[at], dv[at] = ds @ k[at], ds.T @ q[at], p.T @ dout[at]
+        return dq, dk, dv
+
+    return run
+
+
 def seconds(function: Callable[..., Any], *arguments: Any) -> float:
     """Time of one call, after a pause in which the idle threads of the library that ran before stop spinning."""
     time.sleep(PAUSE)
@@ -149,6 +203,36 @@ def measure(dtype: str, shape: tuple[int, int, int, int], causal: bool, peers: d
         found[name] = {"ms": ms, "ratio": ratio, "lower": lower_bound(ratios)}
     own = float(np.median(own_times))
     flops = 4 * b * h * n * n * d / (2 if causal else 1)
+    return Result(dtype, shape, causal, 1e3 * own, flops / own / 1e9, gemm, found)
+
+
+def measure_backward(
+    dtype: str, shape: tuple[int, int, int, int], causal: bool, peers: dict[str, Differentiator], gemm: float
+) -> Result:
+    """Compare, then time, the gradients of one case against every peer."""
+    b, h, n, d = shape
+    rng = np.random.default_rng(1)
+    arrays = [rng.standard_normal(shape).astype(dtype) for _ in range(4)]
+    run = our_gradients(*arrays, causal)
+    expected = run()
+    own_times: list[float] = []
+    found = {}
+    for name, prepare in peers.items():
+        if name == "NumPy" and b * h * n * n * arrays[0].itemsize > MOST_WEIGHTS:
+            continue
+        peer = prepare(*arrays, causal)
+        error = max(float(np.abs(theirs - own).max()) for theirs, own in zip(peer(), expected, strict=True))
+        if not error <= 10 * TOLERANCE[dtype]:
+            raise RuntimeError(f"gradients of {name} and cuflash differ by {error} on {dtype} {shape}, causal={causal}")
+        turns = max(5, TURNS[n] // (1 if name == "PyTorch" else 3))
+        pairs = [(seconds(peer), seconds(run)) for _ in range(turns)]
+        ratios = [theirs / own for theirs, own in pairs]
+        own_times = own_times or [own for _, own in pairs]
+        found[name] = {
+            "ms": 1e3 * float(np.median([t for t, _ in pairs])), "ratio": float(np.median(ratios)), "lower": lower_bound(ratios)
+        }
+    own = float(np.median(own_times))
+    flops = 10 * b * h * n * n * d / (2 if causal else 1)
     return Result(dtype, shape, causal, 1e3 * own, flops / own / 1e9, gemm, found)
 
 
@@ -201,28 +285,41 @@ def summary(results: dict[str, dict]) -> dict[str, float]:
     return figures
 
 
-def markdown(report: dict) -> str:
-    """The tables of docs/performance.md."""
-    env, results = report["environment"], report["results"]
-    versions = ", ".join(f"{name} {version}" for name, version in env["versions"].items())
+def backward_summary(results: dict[str, dict]) -> dict[str, float]:
+    """The same for the backward pass."""
+    figures = {}
+    for peer in dict.fromkeys(peer for r in results.values() for peer in r["peers"]):
+        ratios = [r["peers"][peer]["ratio"] for r in results.values() if peer in r["peers"]]
+        figures[f"backward: {peer} / cuflash, geometric mean"] = math.exp(sum(map(math.log, ratios)) / len(ratios))
+        figures[f"backward: {peer} / cuflash, smallest"] = min(ratios)
+    return figures
+
+
+def table(results: dict[str, dict], title: str) -> list[str]:
+    """Lines of one table of cases."""
     peers = list(dict.fromkeys(peer for r in results.values() for peer in r["peers"]))
-    header = ["case", "cuflash ms", "GFLOP/s", "of gemm"]
+    header = [title, "cuflash ms", "GFLOP/s", "of gemm"]
     for peer in peers:
         header += [f"{peer} ms", f"{peer} / cuflash (lower bound)"]
-    lines = [
-        f"{env['cpu']}, {env['threads']} threads, {env['vector_bits']}-bit vectors; {versions}.",
-        "",
-        "| " + " | ".join(header) + " |",
-        "|---" * len(header) + "|",
-    ]
+    lines = ["", "| " + " | ".join(header) + " |", "|---" * len(header) + "|"]
     for name, r in results.items():
         cells = [name, f"{r['ms']:.1f}", f"{r['gflops']:.0f}", f"{100 * r['gflops'] / r['gemm_gflops']:.0f} %"]
         for peer in peers:
             p = r["peers"].get(peer)
             cells += [f"{p['ms']:.1f}", f"{p['ratio']:.2f} ({p['lower']:.2f})"] if p else ["-", "-"]
         lines.append("| " + " | ".join(cells) + " |")
+    return lines
+
+
+def markdown(report: dict) -> str:
+    """The tables of docs/performance.md."""
+    env, results, backward = report["environment"], report["results"], report.get("backward", {})
+    versions = ", ".join(f"{name} {version}" for name, version in env["versions"].items())
+    lines = [f"{env['cpu']}, {env['threads']} threads, {env['vector_bits']}-bit vectors; {versions}."]
+    lines += table(results, "case") if results else []
+    lines += table(backward, "backward") if backward else []
     lines += ["", "| figure | value |", "|---|---|"]
-    lines += [f"| {name} | {value:.2f} |" for name, value in summary(results).items()]
+    lines += [f"| {name} | {value:.2f} |" for name, value in {**summary(results), **backward_summary(backward)}.items()]
     return "\n".join(lines) + "\n"
 
 
@@ -249,25 +346,30 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, help="write the results here; cases measured before stay in the file")
     parser.add_argument("--markdown", type=Path, help="write the tables here; in a document between its marker lines")
     parser.add_argument("--only", default="", help="measure only cases whose name contains this, such as 'float32 B1 H8 N2048'")
+    parser.add_argument("--pass", dest="which", choices=("forward", "backward", "both"), default="both")
     options = parser.parse_args(arguments)
-    report: dict[str, Any] = {"environment": environment(), "results": {}}
+    report: dict[str, Any] = {"environment": environment(), "results": {}, "backward": {}}
     if options.json and options.json.exists():
         before = json.loads(options.json.read_text())
         if before["environment"] == report["environment"]:
-            report["results"] = before["results"]
+            report = {**report, **before}
     peers: dict[str, Attention] = {"NumPy": numpy_attention, "NumPy in place": numpy_in_place}
+    backward_peers: dict[str, Differentiator] = {"NumPy": numpy_gradients}
     torch = torch_attention()
     if torch is None:
         print("PyTorch is not installed: NumPy is the only peer", file=sys.stderr)
     else:
         peers = {"PyTorch": torch, **peers}
+        backward_peers = {"PyTorch": torch_gradients, **backward_peers}
     speeds: dict[str, float] = {}
     for dtype, shape, causal in cases(options.only):
         if dtype not in speeds:
             speeds[dtype] = gemm_gflops(dtype)
-        result = measure(dtype, shape, causal, peers, speeds[dtype])
-        report["results"][result.key] = asdict(result)
-        print(f"{result.key}: {result.ms:.1f} ms, {result.gflops:.0f} GFLOP/s", result.peers, flush=True)
+        for name, function, rivals in (("results", measure, peers), ("backward", measure_backward, backward_peers)):
+            if options.which in ("both", "forward" if name == "results" else "backward"):
+                result = function(dtype, shape, causal, rivals, speeds[dtype])  # type: ignore[operator]
+                report[name][result.key] = asdict(result)
+                print(f"{name} {result.key}: {result.ms:.1f} ms, {result.gflops:.0f} GFLOP/s", result.peers, flush=True)
     if options.json:
         options.json.write_text(json.dumps(report, indent=2) + "\n")
     if options.markdown:

@@ -1,0 +1,394 @@
+"""The Numba CUDA backend: for GPUs and options that the raw kernels do not cover, and in Numba's simulator on NumPy arrays."""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from .. import arrays
+from ..types import Gradients, NoBackendError, Plan, Problem
+
+NAME = "numba-cuda"
+KERNELS = ("fa1", "decode")
+LARGEST_HEAD = 512
+SHORT_QUERY = 16  # packed query rows up to which "decode" splits the keys
+SPLIT_KEYS = 256  # at least so many keys a split
+BLOCKS_PER_MULTIPROCESSOR = 8  # that decode splits the keys for: the loads are narrow, so many must be under way
+MULTIPROCESSORS = 4  # in the simulator
+
+
+def simulated() -> bool:
+    """Whether Numba runs CUDA kernels on the host, in Python."""
+    return os.environ.get("NUMBA_ENABLE_CUDASIM", "0") == "1"
+
+
+def auto_kernels(problem: Problem) -> tuple[str, ...]:
+    """Kernels for kernel="auto", best first."""
+    short = problem.seqlen_q * problem.group_size <= SHORT_QUERY
+    return ("decode", "fa1") if short else ("fa1",)
+
+
+@functools.lru_cache(maxsize=1)
+def unusable() -> str | None:
+    """What in the installation stands in the way, with the command that mends it, or None."""
+    if simulated():
+        return None
+    try:
+        import numba_cuda  # noqa: F401
+    except ImportError:
+        return "numba-cuda is not installed; pip install 'cuflash[cuda13-full]' (or cuda12-full) brings it"
+    from importlib.metadata import version
+
+    numba_cuda_version = tuple(int(x) for x in version("numba-cuda").split(".")[:2] if x.isdigit())
+    if numba_cuda_version < (0, 31) and not hasattr(np, "row_stack"):
+        return f"numba-cuda {version('numba-cuda')} does not run with NumPy {np.__version__}; pip install 'numpy<2.5'"
+    try:
+        from numba import cuda
+
+        if not cuda.is_available():
+            return f"Numba finds no CUDA GPU ({cuda.cuda_error()})"
+        from numba.cuda.cudadrv.nvvm import NVVM
+
+        NVVM()
+    except Exception as error:  # whatever the driver or NVVM raises, it is a reason and not a failure of the call
+        return f"Numba cannot use CUDA here ({type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}); " \
+               "pip install 'numba-cuda[cu13]' (or [cu12]) brings NVVM"
+    return None
+
+
+def decline(problem: Problem, kernel: str) -> str | None:
+    """Why this backend does not run this problem with this kernel, or None."""
+    for name in ("score_mod", "mask_mod"):
+        if isinstance(getattr(problem, name), str):
+            return f"{name} is a CUDA expression; this backend compiles a Python callable on numbers"
+    if max(problem.head_dim, problem.head_dim_v) > LARGEST_HEAD:
+        return f"head sizes {problem.head_dim} and {problem.head_dim_v}; it goes up to {LARGEST_HEAD}"
+    if problem.op == "backward":
+        if kernel == "decode":
+            return "the decode kernel has no backward pass; fa1 has"
+        if problem.paged and _pages_shared(problem):
+            return "several sequences share a page, whose gradient would be a sum over them"
+        if problem.deterministic and problem.bias is not None and 0 in problem.bias.strides:
+            return "deterministic=True with a broadcast bias: its gradient is added up in no fixed order"
+    return None
+
+
+def _pages_shared(problem: Problem) -> bool:
+    used = [problem.page_table[s.index, : -(-s.kv_length // problem.page_size)] for s in problem.sequences()]
+    pages = np.concatenate(used) if used else np.empty(0, np.int64)
+    return np.unique(pages).size < pages.size
+
+
+def plan(problem: Problem, kernel: str) -> Plan:
+    """Tile and splits."""
+    from .numba_cuda_logits import Tile
+
+    rows = problem.seqlen_q * problem.group_size
+    if simulated():
+        tile = Tile(2, 2, 2, 4)
+    elif problem.op == "backward":
+        tile = Tile(16, 16, 2, 2)
+    elif problem.compute_dtype == np.float64:
+        tile = Tile(8, 8, 4, 4)
+    elif kernel == "decode" or rows <= SHORT_QUERY:
+        tile = Tile(8, 16, 2, 4)
+    else:
+        tile = Tile(16, 8, 4, 4)
+    m_blocks = -(-rows // tile.m)
+    splits = 1
+    if kernel == "decode":
+        splits = problem.num_splits or _split(problem, m_blocks)
+    split_keys = max(1, -(-problem.seqlen_k // splits))
+    splits = max(1, -(-problem.seqlen_k // split_keys)) if problem.seqlen_k else 1
+    lse_elements = int(np.prod(problem.lse_shape))
+    workspace = splits * lse_elements * (problem.head_dim_v + 1) * problem.compute_dtype.itemsize if splits > 1 else 0
+    why = "keys split over the grid, then merged" if splits > 1 else "tiled online softmax in Numba CUDA, any GPU"
+    return Plan(
+        kernel=kernel, backend=NAME, reason=why, tile=(tile.m, tile.n), num_splits=splits, threads=tile.threads, workspace=workspace,
+        extra=(tile, split_keys, m_blocks),
+    )
+
+
+def _split(problem: Problem, m_blocks: int) -> int:
+    """Enough splits to fill the GPU; by the capacity alone where a row must not depend on its neighbours."""
+    most = max(1, -(-problem.seqlen_k // SPLIT_KEYS))
+    if problem.batch_invariant:
+        return min(most, 32)
+    blocks = max(1, m_blocks * problem.heads_kv * problem.batch)
+    return max(1, min(most, -(-BLOCKS_PER_MULTIPROCESSOR * _multiprocessors(problem.q.device) // blocks)))
+
+
+@functools.lru_cache(maxsize=None)
+def _multiprocessors(device: int) -> int:
+    if simulated():
+        return MULTIPROCESSORS
+    return int(sys.modules["cupy"].cuda.Device(device).attributes["MultiProcessorCount"])
+
+
+class Device:
+    """The memory and the stream of one call: arrays as Numba takes them, scratch, launches."""
+
+    def __init__(self, problem: Problem):
+        from numba import cuda
+
+        self.cuda, self.problem = cuda, problem
+        self.copies: list[tuple[np.ndarray, Any]] = []  # the simulator's arrays are copies, brought back at the end
+        self.stream: Any = 0
+        if not simulated():
+            pointer = problem.stream
+            if pointer is None:
+                pointer = sys.modules["cupy"].cuda.get_current_stream().ptr
+            elif hasattr(pointer, "ptr"):
+                pointer = pointer.ptr
+            elif hasattr(pointer, "__cuda_stream__"):
+                pointer = pointer.__cuda_stream__()[1]
+            self.stream = cuda.external_stream(int(pointer))
+
+    def array(self, a: Any, ndim: int | None = None, write: bool = False) -> Any:
+        """An ndarray as a device array; bfloat16 as its bits, axes of length 1 in front up to ``ndim``."""
+        if a.dtype.name == "bfloat16":
+            a = a.view(np.uint16)
+        while ndim is not None and a.ndim < ndim:
+            a = a[None]
+        if not simulated():
+            return self.cuda.as_cuda_array(a, sync=False)
+        copy = self.cuda.to_device(np.array(a, order="C"))
+        if write:
+            self.copies.append((a, copy))
+        return copy
+
+    def host(self, a: np.ndarray) -> Any:
+        """A small host array, copied to the device."""
+        return self.array(a if simulated() else sys.modules["cupy"].asarray(a))
+
+    def nothing(self, dtype: Any, ndim: int, length: int = 0) -> Any:
+        """Stands for an option that the call does not have."""
+        return _nothing(np.dtype(dtype), ndim, length, self.problem.q.device)
+
+    def empty(self, shape: tuple[int, ...], dtype: Any) -> Any:
+        """Scratch as an ndarray of the problem's library."""
+        return arrays.empty(shape, np.dtype(dtype), self.problem.q)
+
+    def launch(self, kernel: Any, grid: int, threads: int, *args: Any) -> None:
+        """Launch on the caller's stream; a kernel is compiled once for any strides."""
+        if grid == 0:
+            return
+        if simulated():
+            kernel[grid, threads](*args)
+        else:
+            _compiled(kernel, tuple(self._type(a) for a in args))[grid, threads, self.stream](*args)
+
+    def _type(self, a: Any) -> Any:
+        from numba import types
+
+        if isinstance(a, tuple):
+            return types.BaseTuple.from_types([self._type(x) for x in a])
+        if hasattr(a, "copy_to_host"):
+            base = self.cuda.typeof(a) if hasattr(self.cuda, "typeof") else _typeof(a)
+            return types.Array(base.dtype, base.ndim, "A")
+        return _typeof(a)
+
+    def finish(self) -> None:
+        """Bring the simulator's results back."""
+        for target, copy in self.copies:
+            target[...] = copy.copy_to_host().reshape(target.shape)
+
+
+@functools.lru_cache(maxsize=None)
+def _nothing(dtype: np.dtype, ndim: int, length: int, device: int) -> Any:
+    from numba import cuda
+
+    empty = np.zeros((length,) * ndim, dtype)
+    if simulated():
+        return cuda.to_device(empty)
+    cupy = sys.modules["cupy"]
+    with cupy.cuda.Device(device):
+        return cuda.as_cuda_array(cupy.asarray(empty), sync=False)
+
+
+def _typeof(a: Any) -> Any:
+    from numba import types, typeof
+
+    if isinstance(a, bool):
+        return types.boolean
+    if isinstance(a, int):
+        return types.int64
+    return typeof(a)
+
+
+@functools.lru_cache(maxsize=None)
+def _compiled(kernel: Any, signature: tuple) -> Any:
+    from numba import cuda, types
+    from numba.core.errors import NumbaError
+
+    try:
+        return cuda.jit(types.void(*signature))(kernel.py_func)
+    except NumbaError as error:  # only what the user brought can fail: score_mod, mask_mod
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        raise NoBackendError(f"{NAME}: score_mod or mask_mod cannot be compiled for numbers on a GPU: {'; '.join(lines[:3])}") from error
+
+
+def instance(problem: Problem, plan: Plan) -> Any:
+    """The compiled kernel's fixed part."""
+    from .numba_cuda_forward import CHUNK
+    from .numba_cuda_logits import Instance
+
+    return Instance(
+        storage=problem.q.dtype.name, out=problem.out.dtype.name, chunks=-(-problem.head_dim // CHUNK), chunks_v=-(-problem.head_dim_v // CHUNK),
+        tile=plan.extra[0], sqdist=problem.score == "sqdist", bias="" if problem.bias is None else problem.bias.dtype.name,
+        mask=problem.mask is not None, score_mod=_modifier(problem.score_mod, "s, b, h, i, j", tuple(problem.mod_args)),
+        mask_mod=_modifier(problem.mask_mod, "b, h, i, j", tuple(problem.mod_args)),
+    )
+
+
+@functools.lru_cache(maxsize=256)
+def _modifier(function: Callable | None, arguments: str, names: tuple[str, ...]) -> Callable | None:
+    from .numba_cuda_logits import modifier
+
+    return None if function is None else modifier(function, arguments, names)
+
+
+def options(problem: Problem, device: Device) -> dict[str, Any]:
+    """The arguments that forward and backward share."""
+    number = problem.compute_dtype.type
+    seqs = list(problem.sequences())
+    meta = np.zeros((8, max(1, problem.batch)), np.int64)
+    for s in seqs:
+        batch = 0 if problem.varlen else s.index
+        k_batch = 0 if problem.cu_seqlens_k is not None else s.index
+        meta[:, s.index] = (s.q_begin, s.q_length, s.k_begin, s.kv_length, s.kv_start, s.position, batch, k_batch)
+    scale = np.atleast_1d(np.asarray(problem.scale, problem.compute_dtype))
+    if problem.score == "sqdist":
+        scale = np.ascontiguousarray(np.broadcast_to(scale, (problem.head_dim,)))
+    slopes, sinks = problem.alibi_slopes, problem.sinks
+    table = problem.page_table
+    return {
+        "meta": device.host(meta),
+        "page_table": device.nothing(np.int64, 2) if table is None else device.host(table),
+        "page_size": int(problem.page_size),
+        "bias": device.nothing(np.float32, 4) if problem.bias is None else device.array(problem.bias.array),
+        "mask": device.nothing(np.bool_, 4) if problem.mask is None else device.array(problem.mask.array),
+        "mask_tail": problem.mask_is_tail,
+        "slopes": device.nothing(number, 2) if slopes is None else device.host(slopes.astype(number)),
+        "sinks": device.nothing(number, 1) if sinks is None else device.host(sinks.astype(number)),
+        "scale": device.host(scale),
+        "softcap": number(problem.softcap),
+        "window_left": int(problem.window[0]),
+        "window_right": int(problem.window[1]),
+        "mods": tuple(_mod_arg(x, device) for x in problem.mod_args.values()),
+    }
+
+
+def _mod_arg(x: Any, device: Device) -> Any:
+    if isinstance(x, (bool, int, float)):
+        return x
+    if np.ndim(x) == 0:
+        return x.item()
+    return device.host(x) if isinstance(x, np.ndarray) else device.array(x)
+
+
+def run(plan: Plan, problem: Problem) -> None:
+    """Write problem.out, and problem.lse unless it is None."""
+    from .numba_cuda_forward import combine_kernel, forward_kernel
+
+    fixed, device, splits = instance(problem, plan), Device(problem), plan.num_splits
+    tile, split_keys, m_blocks = plan.extra
+    real = problem.compute_dtype
+    if problem.varlen:
+        _clear_slack(problem)
+    out = device.array(problem.out.array, 4, write=True)
+    lse = device.nothing(real, 3) if problem.lse is None else device.array(problem.lse.array, 3, write=True)
+    q_rows = problem.q.shape[0] if problem.varlen else problem.seqlen_q
+    batches = 1 if problem.varlen else problem.batch
+    partial_array = device.empty((splits if splits > 1 else 0, batches, problem.heads_q, q_rows, problem.head_dim_v + 1), real)
+    if splits > 1:
+        partial_array[...] = 0
+        partial_array[..., -1] = -np.inf  # rows of no sequence
+    partial = device.array(partial_array)
+    o = options(problem, device)
+    device.launch(
+        forward_kernel(fixed), m_blocks * problem.batch * problem.heads_kv * splits, tile.threads,
+        device.array(problem.q.array, 4), device.array(problem.k.array, 4), device.array(problem.v.array, 4), out, lse, partial,
+        o["meta"], o["page_table"], o["page_size"], o["bias"], o["mask"], o["mask_tail"], o["slopes"], o["sinks"], o["scale"], o["softcap"],
+        o["window_left"], o["window_right"], problem.heads_kv, problem.group_size, problem.head_dim, problem.head_dim_v, splits, split_keys,
+        m_blocks, o["mods"],
+    )
+    if splits > 1:
+        total = batches * q_rows * problem.heads_q * problem.head_dim_v
+        sinks = o["sinks"]
+        device.launch(
+            combine_kernel(fixed), -(-total // 128), 128, partial, out, lse, sinks, q_rows, problem.heads_q, problem.head_dim_v, splits, total,
+        )
+    device.finish()
+
+
+def _clear_slack(problem: Problem) -> None:
+    """Packed rows that belong to no sequence: O = 0, LSE = -inf."""
+    end = int(problem.cu_seqlens_q[-1])
+    problem.out.array[end:] = 0
+    if problem.lse is not None:
+        problem.lse.array[:, end:] = -np.inf
+
+
+def run_backward(plan: Plan, problem: Problem) -> Gradients:
+    """Gradients in canonical axis order, each in the dtype of what it belongs to."""
+    from .numba_cuda_backward import backward_kernel, delta_kernel
+
+    fixed, device, tile = instance(problem, plan), Device(problem), plan.extra[0]
+    real = problem.compute_dtype
+    storage = problem.dout.dtype.name
+    zeros = sys.modules[problem.q.kind].zeros
+    dq, dk, dv = (zeros(a.shape, a.dtype) for a in (problem.q, problem.k, problem.v))
+    q_rows = problem.q.shape[0] if problem.varlen else problem.seqlen_q
+    batches = 1 if problem.varlen else problem.batch
+    delta_array = zeros((batches, problem.heads_q, q_rows), real)
+    lse = device.array(problem.lse.array, 3)
+    dlse = device.nothing(real, 3) if problem.dlse is None else device.array(problem.dlse.array, 3)
+    dout = device.array(problem.dout.array, 4)
+    delta = device.array(delta_array, write=True)
+    total = batches * q_rows * problem.heads_q
+    device.launch(
+        delta_kernel(fixed, storage), -(-total // 128), 128, device.array(problem.out.array, 4), dout, lse, dlse, delta, q_rows,
+        problem.heads_q, problem.head_dim_v, total,
+    )
+    dbias_kind, dbias_array = "", zeros((1, 1, 1, 1), real)
+    if problem.bias is not None:
+        shape = (1,) * (4 - len(problem.bias_shape)) + tuple(problem.bias_shape)
+        dbias_array = zeros(shape, real)
+        dbias_kind = "store" if shape == problem.bias.shape else "add"
+    o = options(problem, device)
+    common = (
+        o["meta"], o["page_table"], o["page_size"], o["bias"], o["mask"], o["mask_tail"], o["slopes"], o["scale"], o["softcap"],
+        o["window_left"], o["window_right"], problem.heads_kv, problem.group_size, problem.head_dim, problem.head_dim_v,
+    )
+    q, k, v = (device.array(a.array, 4) for a in (problem.q, problem.k, problem.v))
+    for of_keys in (True, False):
+        extent, size = (problem.seqlen_k, tile.n) if of_keys else (problem.seqlen_q * problem.group_size, tile.m)
+        tiles = -(-extent // size)
+        grad_a = device.array(dk if of_keys else dq, 4, write=True)
+        grad_v = device.array(dv, 4, write=of_keys)
+        grad_bias = device.array(dbias_array, write=of_keys)
+        device.launch(
+            backward_kernel(fixed, storage, of_keys, dbias_kind if of_keys else ""), tiles * problem.batch * problem.heads_kv, tile.threads,
+            q, k, v, dout, lse, delta, grad_a, grad_v, grad_bias, *common, tiles, o["mods"],
+        )
+    device.finish()
+    dbias = None if problem.bias is None else dbias_array.astype(problem.bias.dtype).reshape(problem.bias_shape)
+    dsinks = None
+    if problem.sinks is not None:
+        dsinks = _sink_gradient(problem, delta_array, real)
+    return Gradients(dq, dk, dv, dbias, dsinks)
+
+
+def _sink_gradient(problem: Problem, delta: Any, real: np.dtype) -> Any:
+    """dsinks = -sum over rows of exp(sink - LSE) * delta: the sink is a logit whose value is 0."""
+    xp = sys.modules[problem.q.kind]
+    lse = problem.lse.array.reshape(delta.shape)
+    sinks = xp.asarray(problem.sinks, real)[None, :, None]
+    weight = xp.where(xp.isneginf(sinks), xp.asarray(0, real), xp.exp(sinks - lse))
+    return -(weight * delta).sum(axis=(0, 2))
