@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 
-from .. import arrays
 from ..types import Gradients, NoBackendError, Plan, Problem
 
 NAME = "numba-cuda"
@@ -172,7 +171,7 @@ class Device:
 
     def empty(self, shape: tuple[int, ...], dtype: Any) -> Any:
         """Scratch as an ndarray of the problem's library."""
-        return arrays.empty(shape, np.dtype(dtype), self.problem.q)
+        return sys.modules[self.problem.q.kind].empty(shape, np.dtype(dtype))
 
     def launch(self, kernel: Any, grid: int, threads: int, *args: Any) -> None:
         """Launch on the caller's stream; a kernel is compiled once for any strides."""
