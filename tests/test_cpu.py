@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import cuflash
-from cuflash.backends import cpu, cpu_params, naive
+from cuflash.backends import cpu, cpu_kernels, cpu_params, naive
 from cuflash.problem import build_attention
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
@@ -291,7 +291,7 @@ def test_plan_tells_its_workspace():
 def test_one_compilation_serves_every_shape_stride_dtype_and_option():
     q = normal(2, 9, 4, 12)
     cuflash.attention(q, q, q, backend="cpu")
-    attend = cpu.compiled_kernel(4)
+    attend = cpu_kernels.compiled_attend(4)
     before = list(attend.signatures)
     slopes = cuflash.alibi_slopes(4)
     for dtype in (np.float32, np.float16, BF16):

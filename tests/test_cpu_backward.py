@@ -15,7 +15,7 @@ import pytest
 from cases import BF16, DTYPES, F16, F32, F64
 
 import cuflash
-from cuflash.backends import cpu_backward, cpu_backward_params, cpu_threads
+from cuflash.backends import cpu_backward, cpu_backward_kernels, cpu_backward_params, cpu_threads
 from cuflash.problem import build_attention, build_backward
 from cuflash.types import Gradients
 
@@ -33,7 +33,9 @@ def operands(b: int, sq: int, sk: int, hq: int, hkv: int, d: int, dv: int | None
     return tuple(normal(*shape, seed=n, dtype=dtype) for n, shape in enumerate(shapes))
 
 
-def differentiate(dout: np.ndarray, q: np.ndarray, k: np.ndarray, v: np.ndarray, dlse: np.ndarray | None = None, **options: Any) -> Gradients:
+def differentiate(
+    dout: np.ndarray, q: np.ndarray, k: np.ndarray, v: np.ndarray, dlse: np.ndarray | None = None, **options: Any
+) -> Gradients:
     out, lse = cuflash.attention(q, k, v, return_lse=True, backend="cpu", **options)
     return cuflash.attention_backward(dout, q, k, v, out, lse, dlse=dlse, backend="cpu", **options)
 
@@ -43,7 +45,9 @@ def expected(dout: np.ndarray, q: np.ndarray, k: np.ndarray, v: np.ndarray, dlse
     return compare.expect_gradients([build_backward(dout, q, k, v, out, lse, dlse=dlse, **options)])
 
 
-def assert_oracle(dout: np.ndarray, q: np.ndarray, k: np.ndarray, v: np.ndarray, dlse: np.ndarray | None = None, **options: Any) -> Gradients:
+def assert_oracle(
+    dout: np.ndarray, q: np.ndarray, k: np.ndarray, v: np.ndarray, dlse: np.ndarray | None = None, **options: Any
+) -> Gradients:
     got, want = differentiate(dout, q, k, v, dlse, **options), expected(dout, q, k, v, dlse, **options)
     for name, (exact,) in want.parts.items():
         compare.assert_close(getattr(got, name), exact, want.bounds[name], name)
@@ -111,8 +115,9 @@ def test_gradients_of_shared_pages_are_summed(size, layout, dtype, threads):
     lengths = np.array([150, 141])
     (kp, table), (vp, _) = (paged(a, size, layout, dtype) for a in (k, v))
     user = (lambda a: a) if layout == "BSHD" else (lambda a: np.ascontiguousarray(a.swapaxes(1, 2)))
-    got = differentiate(user(dout), user(q), kp, vp, causal=True, page_table=table, kv_lengths=lengths, layout=layout)
-    want = expected(user(dout), user(q), np.nan_to_num(kp), np.nan_to_num(vp), causal=True, page_table=table, kv_lengths=lengths, layout=layout)
+    options: dict[str, Any] = {"causal": True, "page_table": table, "kv_lengths": lengths, "layout": layout}
+    got = differentiate(user(dout), user(q), kp, vp, **options)
+    want = expected(user(dout), user(q), np.nan_to_num(kp), np.nan_to_num(vp), **options)
     for name in ("dq", "dk", "dv"):
         gradient = getattr(got, name)
         compare.assert_close(gradient if layout == "BSHD" else gradient.swapaxes(1, 2), want.parts[name][0], want.bounds[name], name)
@@ -139,6 +144,37 @@ def test_gradients_lie_in_memory_as_the_arrays_do():
     assert all(getattr(got, name).flags.c_contiguous for name in ("dq", "dk", "dv"))
 
 
+# --- rounding of what the forward pass hands over --------------------------------------------------------------------
+
+
+def worst_count(level: float, low: int, high: int, dtype: np.dtype) -> int:
+    """The number of equal logits ``level`` whose LSE loses most by rounding."""
+
+    def lost(n: int) -> float:
+        lse = np.longdouble(dtype.type(level)) + np.log(np.longdouble(n))
+        return abs(float(lse - np.longdouble(dtype.type(lse))))
+
+    return max(range(low, high), key=lost)
+
+
+@pytest.mark.parametrize("level,low", [(0.0, 3000), (2.0, 260), (9.0, 260), (20.0, 260), (70.0, 260), (-14.0, 260)])
+@pytest.mark.parametrize("dtype", [F32, F64], ids=lambda d: d.name)
+def test_the_rounding_of_the_lse_does_not_show(level, low, dtype):
+    """Equal logits are exact in the naive computation, which leaves the bound at its narrowest."""
+    n = worst_count(level, low, low + 70, dtype)
+    dout, q, k, v = operands(1, 70, n, 1, 1, 4, dtype=dtype)
+    assert_oracle(dout, np.zeros_like(q), k, v, bias=np.full((1, n), level, dtype))
+
+
+@pytest.mark.parametrize("dtype,n,scale,d,seed", [
+    (F32, 300, 3.0, 16, 1), (F32, 1000, 30.0, 2, 0), (F32, 1000, 30.0, 16, 1), (F64, 1000, 10.0, 16, 0), (F64, 300, 30.0, 2, 1),
+], ids=str)  # fmt: skip
+def test_the_rounding_of_the_output_does_not_show_where_one_key_has_the_weight(dtype, n, scale, d, seed):
+    rng = np.random.default_rng(1000 * seed + n)
+    arrays = [rng.standard_normal((1, rows, 1, d)).astype(dtype) for rows in (1, 1, n, n)]
+    assert_oracle(*arrays, scale=scale)
+
+
 # --- options -------------------------------------------------------------------------------------------------------
 
 
@@ -146,7 +182,7 @@ BIASES = ("B Hq Sq Sk", "1 Hq Sq Sk", "B 1 Sq Sk", "B Hq 1 Sk", "B Hq Sq 1", "1 
 
 
 @pytest.mark.parametrize("axes", BIASES)
-@pytest.mark.parametrize("dtype", [F16, F32], ids=lambda d: d.name)
+@pytest.mark.parametrize("dtype", [F16, F32, F64], ids=lambda d: d.name)
 def test_bias_gradients_are_summed_over_broadcast_axes_by_any_number_of_threads(axes, dtype, threads):
     sizes = {"B": 2, "Hq": 4, "Sq": 40, "Sk": 400, "1": 1}
     bias = normal(*(sizes[a] for a in axes.split()), seed=7, dtype=dtype)
@@ -319,7 +355,7 @@ def test_memory_is_linear_in_the_sequence():
 def test_one_compilation_serves_every_shape_dtype_and_option():
     dout, q, k, v = operands(2, 9, 9, 4, 2, 12)
     differentiate(dout, q, k, v)
-    kernel = cpu_backward.compiled_kernel(4)
+    kernel = cpu_backward_kernels.compiled_differentiate(4)
     before = list(kernel.signatures)
     for dtype in (F32, F16, BF16):
         for options in ({"causal": True}, {"softcap": 3.0}, {"bias": np.zeros((9, 9), F32)}, {"score": "sqdist"}, {"sinks": np.zeros(4)}):

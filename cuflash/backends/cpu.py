@@ -1,21 +1,20 @@
 """The CPU backend: plans in words and numbers, and the way from a problem to the compiled kernels.
 
 Kernels: "fa2" (tiles of query rows by tiles of keys), "decode" (the same, with the keys of a sequence split over the
-threads and the parts merged) and "naive" (naive.py). A Python score_mod or mask_mod runs on tiles in NumPy
-(cpu_callable.py). Numba is imported at the first run, not before.
+threads and the parts merged) and "naive" (naive.py; attention_weights: cpu_weights.py). A Python score_mod or mask_mod runs
+on tiles in NumPy (cpu_callable.py). Numba is imported at the first run, not before.
 """
 
 from __future__ import annotations
 
 import functools
 import os
-import threading
 from typing import NamedTuple
 
 import numpy as np
 
 from ..types import Gradients, Plan, Problem
-from . import cpu_backward, cpu_threads, naive
+from . import cpu_backward, cpu_threads, cpu_weights, naive
 from .cpu_params import Tasks, plan_tasks, sequence_table, tables
 
 NAME = "cpu"
@@ -35,6 +34,8 @@ def auto_kernels(problem: Problem) -> tuple[str, ...]:
     """Kernels for kernel="auto", best first."""
     if problem.op == "backward":
         return (cpu_backward.KERNEL,)
+    if problem.op == "weights":
+        return (cpu_weights.KERNEL,)
     short = problem.op == "decode" or problem.seqlen_q * problem.group_size <= SHORT_ROWS
     return ("decode", "fa2") if short else ("fa2",)
 
@@ -46,6 +47,8 @@ def decline(problem: Problem, kernel: str) -> str | None:
             return f"{name} is a CUDA expression; the CPU backend takes a Python callable on NumPy arrays"
     if problem.op == "backward" and kernel != cpu_backward.KERNEL:
         return f"the backward pass of the CPU backend is kernel {cpu_backward.KERNEL!r}"
+    if problem.op == "weights":
+        return cpu_weights.decline(problem, kernel)
     if kernel == "naive":
         return naive.decline(problem)
     if os.environ.get("NUMBA_DISABLE_JIT", "0") not in ("", "0") and not _has_callable(problem):
@@ -139,6 +142,8 @@ def plan(problem: Problem, kernel: str) -> Plan:
     """Tile, splits, threads and workspace."""
     if problem.op == "backward":
         return cpu_backward.plan(problem, kernel)
+    if problem.op == "weights":
+        return cpu_weights.plan(problem, NAME)
     if kernel == "naive":
         return naive.plan(problem, NAME)
     if _has_callable(problem):
@@ -206,24 +211,6 @@ def _kernels():
     return cpu_kernels
 
 
-_compile_lock = threading.Lock()
-_compiled: set[int] = set()
-
-
-def compiled_kernel(itemsize: int):
-    """The compiled ``attend`` for a compute dtype: from memory, from the cache on disk, or compiled now."""
-    kernels = _kernels()
-    if itemsize not in _compiled:
-        with _compile_lock:
-            if itemsize not in _compiled:
-                from . import cpu_cache
-
-                with cpu_cache.announced(f"float{8 * itemsize}"):
-                    kernels.attend.compile(kernels.signature(itemsize))
-                _compiled.add(itemsize)
-    return kernels.attend
-
-
 def run(plan: Plan, problem: Problem) -> None:
     """Write ``problem.out`` and, unless it is None, ``problem.lse``."""
     _clear_unowned_rows(problem)
@@ -236,6 +223,11 @@ def run(plan: Plan, problem: Problem) -> None:
         cpu_callable.run(plan, problem)
         return
     _attend(problem, plan.extra)
+
+
+def run_weights(plan: Plan, problem: Problem) -> None:
+    """Write ``problem.weights``."""
+    cpu_weights.run(plan, problem)
 
 
 def run_backward(plan: Plan, problem: Problem) -> Gradients:
@@ -258,7 +250,7 @@ def _attend(problem: Problem, work: Work) -> None:
     if not len(tasks.tasks):
         return
     itemsize = problem.compute_dtype.itemsize
-    attend = compiled_kernel(itemsize)
+    attend = _kernels().compiled_attend(itemsize)
     keys, rows = tile_keys(problem), work.most_rows
     t = tables(problem, sequences, keys, rows)
     one = problem.compute_dtype.type(1)

@@ -6,7 +6,6 @@ A Python score_mod or mask_mod runs on tiles in NumPy (cpu_backward_callable.py)
 from __future__ import annotations
 
 import functools
-import threading
 
 import numpy as np
 
@@ -25,7 +24,24 @@ from .cpu_params import sequence_table, tables
 NAME = "cpu"
 KERNEL = "fa2"
 THREAD_COST = 2e6  # multiply-adds for which waking a thread pays
-LARGEST_LSE = 32.0  # the rounding of an LSE grows with it, and becomes the relative error of all weights of its row
+
+# Where the LSE and O that were given are too coarse, another pass over a row's keys finds maximum, normaliser and delta again.
+# The allowed error is 2 |error of the naive computation| + 2 eps |largest gradient|, eps being 2 units of rounding.
+#
+# LSE. It is rounded to half its last place: eps 2^k / 2 for 2^k <= |LSE| < 2^(k + 1). In P = exp(S - LSE) that is a relative
+# error, the same for all weights of a row, and so it passes to the row of dQ and to the row's share of dK and dV. The naive
+# computation divides by the sum and has nothing like it; where its logits are exact (q = 0, a constant bias), nothing but
+# the 2 eps is there to pay for it. So 2^k / 2 <= 2, k <= 2. Equal logits with an LSE of 15 and of 26 exceed the bound 1.4 and
+# 2.7 times if this is 32. Maximum and normaliser alone cost one product on top of five.
+LARGE_LSE = 8.0
+# O, when it has as many digits as the compute dtype; rows with fewer always take the pass. delta = dO . O errs by up to
+# eps / 2 sum |dO_d O_d|, the naive sum of P_j dP_j hardly where one key has nearly all of the weight; and there every
+# dP_j - delta that matters is small. Among many rows that does not show, because the largest gradient is one of a row whose
+# weights are spread. There O is a mean of n values, 1/sqrt(n) of their size, and with it the error: 1/16 from 256 keys on.
+# Measured on random calls (1 to 300 rows, 1 to 1000 keys, scales 0.25 to 100): with both limits no call exceeds the bound that
+# would not if all its rows took the pass; without that of the rows, calls of one row reach 4 times the bound, without either 67.
+FEW_ROWS = 64  # of a sequence and key/value head
+FEW_KEYS = 256  # that a row can see by its position
 
 
 def plan(problem: Problem, kernel: str) -> Plan:
@@ -38,6 +54,7 @@ def plan(problem: Problem, kernel: str) -> Plan:
     kernels = _kernels()
     work = plan_work(problem, sequence_table(problem), sizes, cpu_threads.thread_count(), kernels.BLOCK_ROWS, THREAD_COST)
     itemsize = problem.compute_dtype.itemsize
+    tables_bytes = work.keys.nbytes + work.rows.nbytes
     s = "s" if work.threads > 1 else ""
     return Plan(
         kernel=kernel,
@@ -45,7 +62,7 @@ def plan(problem: Problem, kernel: str) -> Plan:
         reason=f"gradients by recomputation, {problem.compute_dtype} arithmetic in tiles on {work.threads} thread{s}",
         tile=(sizes.panel, sizes.tile_keys),
         threads=work.threads,
-        workspace=work.workspace(problem) + work.threads * _scratch_numbers(problem, sizes) * itemsize + work.keys.nbytes + work.rows.nbytes,
+        workspace=work.workspace(problem) + work.threads * _scratch_numbers(problem, sizes) * itemsize + tables_bytes,
         extra=work,
     )
 
@@ -72,24 +89,6 @@ def _kernels():
     return cpu_backward_kernels
 
 
-_compile_lock = threading.Lock()
-_compiled: set[int] = set()
-
-
-def compiled_kernel(itemsize: int):
-    """The compiled ``differentiate`` for a compute dtype: from memory, from the cache on disk, or compiled now."""
-    kernels = _kernels()
-    if itemsize not in _compiled:
-        with _compile_lock:
-            if itemsize not in _compiled:
-                from . import cpu_cache
-
-                with cpu_cache.announced(f"the gradients of float{8 * itemsize}", seconds=10):
-                    kernels.differentiate.compile(kernels.signature(itemsize))
-                _compiled.add(itemsize)
-    return kernels.differentiate
-
-
 def run(plan: Plan, problem: Problem) -> Gradients:
     """Gradients in canonical axis order, each in the dtype of what it belongs to."""
     if problem.score_mod is not None or problem.mask_mod is not None:
@@ -110,10 +109,15 @@ class Results:
         sums = problem.compute_dtype if problem.paged else None
         self.dq = np.zeros_like(problem.q.array)  # in the memory order of q: what the user sees is contiguous if q is
         self.dk, self.dv = (np.zeros_like(a.array, dtype=sums) for a in (problem.k, problem.v))
-        self.dbias = self.dsinks = None
+        self.dbias: np.ndarray | None = None
+        self.lost: np.ndarray | None = None  # what the additions of a float64 sum lost
+        self.dsinks: np.ndarray | None = None
         if problem.bias is not None:
             sizes = bias_sizes(problem)
-            self.dbias = np.zeros(sizes, problem.compute_dtype if sizes == problem.bias.shape else np.float64)
+            summed = sizes != problem.bias.shape
+            self.dbias = np.zeros(sizes, np.float64 if summed else problem.compute_dtype)
+            if summed and problem.compute_dtype == np.float64:
+                self.lost = np.zeros(sizes)
         if problem.sinks is not None:
             self.dsinks = np.zeros(problem.heads_q)
 
@@ -124,7 +128,10 @@ class Results:
     def finished(self) -> Gradients:
         p = self.problem
         dbias = self.dbias
+        if dbias is not None and self.lost is not None:
+            dbias = np.where(np.isfinite(dbias), dbias + self.lost, dbias)
         if dbias is not None:
+            assert p.bias is not None
             dbias = _rounded(dbias, p.bias.dtype).reshape(p.bias.shape if p.bias_shape is None else p.bias_shape)
         dsinks = None if self.dsinks is None else _rounded(self.dsinks, p.compute_dtype)
         return Gradients(self.dq, _rounded(self.dk, p.k.dtype), _rounded(self.dv, p.v.dtype), dbias, dsinks)
@@ -157,17 +164,20 @@ class Workspace:
 
 def _differentiate(problem: Problem, work: GradientWork, results: Results) -> None:
     itemsize = problem.compute_dtype.itemsize
-    kernels, differentiate = _kernels(), compiled_kernel(itemsize)
+    kernels = _kernels()
+    differentiate = kernels.compiled_differentiate(itemsize)
     gradients = gradient_record(problem)
     g = gradients[0]
     workspace = Workspace(problem, work, g)
-    g["largest_lse"] = LARGEST_LSE
+    g["few_keys"], g["few_rows"], g["large_lse"] = FEW_KEYS, FEW_ROWS, LARGE_LSE
     for name in ("dq", "dk", "dv"):
         fill_result(g, name, getattr(results, name))
     if results.dbias is not None:
         g["dbias_address"], g["dbias_wide"] = results.dbias.ctypes.data, results.dbias.dtype == np.float64
         for axis, stride in zip("bhsc", results.bias_strides(), strict=True):
             g[f"dbias_{axis}"] = stride
+        if results.lost is not None:
+            g["dbias_lost"] = results.lost.ctypes.data - results.dbias.ctypes.data
     t = tables(problem, work.sequences, work.sizes.tile_keys, kernels.BLOCK_ROWS)
     one = problem.compute_dtype.type(1)
     scratch_bytes = _scratch_numbers(problem, work.sizes) * itemsize + 64

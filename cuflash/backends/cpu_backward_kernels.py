@@ -39,10 +39,10 @@ from .cpu_backward_simd import (
     gradient_step,
     key_update,
 )
-from .cpu_cache import cached
-from .cpu_kernels import NOWHERE, WHOLE, key_address, query_of, rows_of
+from .cpu_cache import cached, compiled_kernel
 from .cpu_logits import INF
-from .cpu_memory import compiled, get, inlined, put
+from .cpu_memory import WHOLE, compiled, get, inlined, put
+from .cpu_panels import NOWHERE, key_address, panel_keys, query_of, rows_of
 from .cpu_params import PARAMS, SEQUENCE, TASK
 from .cpu_rows import read_row, store_row
 from .cpu_simd import UNROLL, weighted_sum
@@ -101,11 +101,23 @@ def apply_slope(one, st, slope, count):
 
 @compiled
 def add_bias_gradient(one, size, p, g, task, dst, keys, rows, first, j):
-    """Add dS^T of a panel to dbias; axes along which the bias was broadcast have stride 0 there."""
+    """Add dS^T of a panel to dbias; axes along which the bias was broadcast have stride 0 there.
+
+    Over all keys dS adds up to 0, so a sum along the keys is what the roundings leave. float32 is summed in float64; for
+    float64 what each addition loses (Knuth's TwoSum) gathers beside the sum.
+    """
     for r in range(min(rows, task.rows - first)):
         row, head = query_of(task, p.group, first + r)
         where = g.dbias_address + task.batch * g.dbias_b + head * g.dbias_h + row * g.dbias_s + j * g.dbias_c
-        if g.dbias_wide:
+        if g.dbias_lost:
+            for n in range(keys):
+                at = where + n * g.dbias_c
+                old, term = get(WIDE, at, 0), np.float64(get(one, dst, n * rows + r))
+                new = old + term
+                added = new - old
+                put(WIDE, at, 0, new)
+                put(WIDE, at + g.dbias_lost, 0, get(WIDE, at + g.dbias_lost, 0) + ((old - (new - added)) + (term - added)))
+        elif g.dbias_wide:
             for n in range(keys):
                 at = where + n * g.dbias_c
                 put(WIDE, at, 0, get(WIDE, at, 0) + np.float64(get(one, dst, n * rows + r)))
@@ -171,9 +183,8 @@ def key_task(one, size, p, g, s, task, unit, pages, weights, work, columns, colu
         skipping = True
         for panel in range(first_panel, panels):
             lane = unit.lane + panel * rows
-            limits = 4 * (lane // rows)
-            low = get(WHOLE, g.limits_at, limits)
-            j, stop = max(begin, low), min(end, get(WHOLE, g.limits_at, limits + 1))
+            low = get(WHOLE, g.limits_at, 4 * (lane // rows))
+            j, stop = panel_keys(g.limits_at, lane // rows, begin, end)
             keys = stop - j
             # What a panel sees moves on with its rows, unless it sees nothing at all.
             if low >= end and low != NOWHERE:
@@ -291,3 +302,8 @@ def signature(itemsize: int):
     records = [flat(from_dtype(record)) for record in (PARAMS, GRADIENTS, UNIT, SEQUENCE)]
     tables = [flat(types.int64), flat(types.float64), flat(types.float64)]
     return types.void(number, types.int64, flat(from_dtype(TASK)), types.int64, types.int64, *records, *tables, types.int64, types.int64)
+
+
+def compiled_differentiate(itemsize: int):
+    """``differentiate`` for a compute dtype."""
+    return compiled_kernel(differentiate, signature, itemsize, f"the gradients of float{8 * itemsize}", seconds=10)

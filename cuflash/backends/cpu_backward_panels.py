@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from .cpu_backward_simd import products, softcap_slope
-from .cpu_kernels import WHOLE, key_address, query_of, rows_of
 from .cpu_logits import apply_alibi, apply_bias, apply_mask, apply_range
 from .cpu_memory import compiled, get, put
+from .cpu_panels import key_address, panel_is_cut, query_of, rows_of
 from .cpu_rows import read_row
 from .cpu_simd import UNROLL, distances
 
@@ -100,8 +100,7 @@ def panel_logits(one, size, p, g, s, kt, columns, lane, j, keys, st, slope, weig
         apply_alibi(one, st, keys, rows, g.slope_at + lane * size, g.position_at + 8 * lane, j)
     if p.mask_address:
         apply_mask(one, p, s, st, keys, rows, g.mask_at + 8 * lane, j, row)
-    limits = lane // rows * 4
-    if j < get(WHOLE, g.limits_at, limits + 2) or j + keys > get(WHOLE, g.limits_at, limits + 3):
+    if panel_is_cut(g.limits_at, lane // rows, j, j + keys):
         apply_range(one, st, keys, rows, g.first_at + 8 * lane, g.last_at + 8 * lane, j)
 
 

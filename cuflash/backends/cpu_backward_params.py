@@ -24,10 +24,13 @@ GRADIENTS = np.dtype(
     [
         *((f"{name}_{field}", I64) for name in ("dout", "dq", "dk", "dv") for field in ("address", "b", "s", "h", "d", "code")),
         *((f"dlse_{field}", I64) for field in ("address", "b", "h", "s", "code")),  # address 0: none
-        *((f"dbias_{field}", I64) for field in ("address", "b", "h", "s", "c", "wide")),  # address 0: none; wide: float64 sums
+        # address 0: none; wide: float64 sums; lost: from a sum to what its additions lost, 0 if that is not kept
+        *((f"dbias_{field}", I64) for field in ("address", "b", "h", "s", "c", "wide", "lost")),
         *((f"{name}_at", I64) for name in WORKSPACE),
         ("rounded", I64),  # out has fewer digits than the compute dtype
-        ("largest_lse", F64),  # beyond it, the rounding of the LSE itself matters
+        ("few_keys", I64),  # see cpu_backward.py
+        ("few_rows", I64),
+        ("large_lse", F64),
     ],
     align=True,
 )

@@ -19,13 +19,13 @@ from .cpu_backward_panels import (
     row_address,
 )
 from .cpu_backward_simd import row_products, statistics_step
-from .cpu_kernels import NOWHERE, WHOLE, describe_rows, panel_limits, query_of, rows_of
 from .cpu_logits import INF, lane_maxima
-from .cpu_memory import compiled, get, inlined, load_f32, load_f64, put
+from .cpu_memory import WHOLE, compiled, get, inlined, load_f32, load_f64, put
+from .cpu_panels import describe_rows, keys_of_panels, panel_keys, panel_limits, query_of, rows_of
 from .cpu_rows import F32, read_row
 from .cpu_simd import UNROLL
 
-FEW_KEYS = 256  # of a row: so few weights that the rounding of its LSE and of O would show in its gradients
+REFINE_LSE, REFINE_BOTH = 1, 2  # what is wanted of a row: maximum and normaliser, or delta, too
 
 
 @compiled
@@ -67,7 +67,7 @@ def read_one(address, code):
 
 
 @compiled
-def row_statistics(one, size, p, g, s, task, lane, ot):
+def row_statistics(one, size, p, g, s, task, unit, lane, ot):
     """LSE and delta of every row of a task; marks those for which ``refine_rows`` must do better, and says if there are any.
 
     ``ot`` is O, transposed into panels like dO.
@@ -75,25 +75,28 @@ def row_statistics(one, size, p, g, s, task, lane, ot):
     rows, width = rows_of(one), p.head_dim_v
     for t in range(0, task.rows, rows):
         row_products(one, ot + t * width * size, g.dot_at + (lane + t) * width * size, width, g.delta_at + (lane + t) * size)
-    found = False
+    found = 0
     for t in range(task.rows):
         r, head = query_of(task, p.group, t)
         where = task.batch * p.lse_b + head * p.lse_h + (s.q_begin + r) * p.lse_s
         lse = read_one(p.lse_address + where, p.lse_code)
         delta = np.float64(get(one, g.delta_at, lane + t))
-        few = get(WHOLE, g.last_at, lane + t) - get(WHOLE, g.first_at, lane + t) <= FEW_KEYS
+        few = get(WHOLE, g.last_at, lane + t) - get(WHOLE, g.first_at, lane + t) <= g.few_keys
         # A row without keys may have any dO. With a sink its LSE is finite, and only its keys can tell.
-        refine = g.rounded != 0 or few or abs(lse) > g.largest_lse or delta - delta != 0
+        refine = 0
         if lse == -INF:
-            refine, delta = False, 0.0
-        elif not refine:
+            delta = 0.0
+        elif g.rounded != 0 or few or unit.rows <= g.few_rows or delta - delta != 0:
+            refine = REFINE_BOTH
+        else:
             delta -= read_dlse(g, s, task, r, head)
+            refine = REFINE_LSE if abs(lse) >= g.large_lse else 0
         put(one, g.lse_at, lane + t, type(one)(lse))
         put(one, g.factor_at, lane + t, 1)
         put(one, g.delta_at, lane + t, type(one)(delta))
-        put(WHOLE, g.refine_at, lane + t, 1 if refine else 0)
+        put(WHOLE, g.refine_at, lane + t, refine)
         found |= refine
-    return found
+    return found != 0
 
 
 @compiled
@@ -123,11 +126,7 @@ def refine_rows(one, size, p, g, s, task, lane, pages, sinks, weights, work, col
         put(one, running_max, t, type(one)(-INF))
     for t in range(4 * panels * rows):
         put(one, sums, t, 0)
-    first, last = NOWHERE, 0
-    for panel in range(panels):
-        limits = 4 * (lane // rows + panel)
-        first = min(first, get(WHOLE, g.limits_at, limits))
-        last = max(last, get(WHOLE, g.limits_at, limits + 1))
+    first, last = keys_of_panels(g.limits_at, lane // rows, panels)
     for aligned in range(first // p.tile_keys * p.tile_keys, last, p.tile_keys):
         begin, end = max(aligned, first), min(aligned + p.tile_keys, last)
         pack_tiles(one, size, p, g, s, task, pages, begin, end, columns, columns_v, kt, vt)
@@ -136,13 +135,14 @@ def refine_rows(one, size, p, g, s, task, lane, pages, sinks, weights, work, col
             wanted = 0
             for r in range(rows):
                 wanted |= get(WHOLE, g.refine_at, at + r)
-            j = max(begin, get(WHOLE, g.limits_at, at // rows * 4))
-            keys = min(end, get(WHOLE, g.limits_at, at // rows * 4 + 1)) - j
+            j, stop = panel_keys(g.limits_at, at // rows, begin, end)
+            keys = stop - j
             if keys <= 0 or not wanted:
                 continue
             old_max = running_max + panel * rows * size
             panel_logits(one, size, p, g, s, kt + (j - begin) * columns * size, columns, at, j, keys, st, slope, weights, top, row)
-            panel_dp(one, size, p, g, vt + (j - begin) * columns_v * size, columns_v, at, keys, dpt)
+            if wanted & REFINE_BOTH:  # else dpt is whatever it was, and the sum over it is not used
+                panel_dp(one, size, p, g, vt + (j - begin) * columns_v * size, columns_v, at, keys, dpt)
             lane_maxima(one, st, keys, rows, old_max, top)
             statistics_step(one, st, dpt, keys, old_max, top, sums + 4 * panel * rows * size)
     for t in range(task.rows):
@@ -160,9 +160,10 @@ def refine_rows(one, size, p, g, s, task, lane, pages, sinks, weights, work, col
             delta *= shrink
             whole = total * shrink + math.exp(sink - base)
         delta = delta / whole if total != 0 else 0.0
+        if get(WHOLE, g.refine_at, lane + t) == REFINE_BOTH:
+            put(one, g.delta_at, lane + t, type(one)(delta - read_dlse(g, s, task, r, head)))
         put(one, g.lse_at, lane + t, type(one)(base))
         put(one, g.factor_at, lane + t, type(one)(1 / whole if whole != 0 else 0.0))
-        put(one, g.delta_at, lane + t, type(one)(delta - read_dlse(g, s, task, r, head)))
 
 
 @inlined
@@ -185,5 +186,5 @@ def row_task(one, size, p, g, s, task, unit, pages, slopes, sinks, weights, work
         put(one, g.factor_at, t, 0)
         put(one, g.delta_at, t, 0)
     panel_limits(rows, lanes // rows, g.first_at + 8 * lane, g.last_at + 8 * lane, g.limits_at + 32 * (lane // rows))
-    if row_statistics(one, size, p, g, s, task, lane, ot):
+    if row_statistics(one, size, p, g, s, task, unit, lane, ot):
         refine_rows(one, size, p, g, s, task, lane, pages, sinks, weights, work, columns, columns_v)

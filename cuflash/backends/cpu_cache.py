@@ -12,8 +12,9 @@ import hashlib
 import logging
 import pickle
 import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from numba.core import caching, event
@@ -136,3 +137,19 @@ def announced(what: str, seconds: int = COMPILE_SECONDS) -> Iterator[None]:
         yield
     if listener.started:
         logger.info("compiled in %.1f s", time.perf_counter() - listener.started)
+
+
+_compile_lock = threading.Lock()
+_compiled: set[tuple] = set()
+
+
+def compiled_kernel(kernel, signature: Callable, itemsize: int, what: str, seconds: int = COMPILE_SECONDS):
+    """A jitted function for a compute dtype: from memory, from the cache on disk, or compiled now and announced as ``what``."""
+    key = (kernel.__name__, itemsize)
+    if key not in _compiled:
+        with _compile_lock:
+            if key not in _compiled:
+                with announced(what, seconds):
+                    kernel.compile(signature(itemsize))
+                _compiled.add(key)
+    return kernel

@@ -15,14 +15,23 @@ import math
 
 import numpy as np
 from numba import from_dtype, njit, types
-from numba.extending import intrinsic
 
 from . import cpu_simd
-from .cpu_cache import cached
+from .cpu_cache import cached, compiled_kernel
 from .cpu_logits import apply_alibi, apply_bias, apply_mask, apply_range, lane_maxima
 from .cpu_memory import compiled, get, inlined, put
+from .cpu_panels import (
+    describe_rows,
+    key_address,
+    keys_of_panels,
+    panel_is_cut,
+    panel_keys,
+    panel_limits,
+    query_of,
+    rows_of,
+)
 from .cpu_params import MERGE, PARAMS, SEQUENCE, TASK
-from .cpu_rows import read_row, store_row
+from .cpu_rows import F32, F64, read_row, store_row
 from .cpu_simd import (
     NARROW_LANES,
     UNROLL,
@@ -38,20 +47,7 @@ from .cpu_simd import (
 )
 
 INF = math.inf
-NOWHERE = 2**62
 NARROW_ROWS = 3 * NARROW_LANES  # packed query rows of a sequence up to which narrow panels cost less than a wide one
-WHOLE = np.int64(1)  # carries the type of the integer scratch
-
-
-@intrinsic
-def rows_of(typingctx, one):
-    """Query rows of a wide panel, a constant of the dtype."""
-    rows = cpu_simd.panel_rows(one.bitwidth // 8)
-
-    def codegen(context, builder, sig, args):
-        return context.get_constant(types.int64, rows)
-
-    return types.int64(one), codegen
 
 
 def scratch_sizes(head_dim: int, head_dim_v: int, block_rows: int, tile_keys: int, itemsize: int) -> tuple[int, int]:
@@ -67,25 +63,6 @@ def scratch_sizes(head_dim: int, head_dim_v: int, block_rows: int, tile_keys: in
 
 
 @compiled
-def query_of(task, group, t):
-    """Query row and query head of row t of a task."""
-    packed = task.first + t
-    if group == 1:  # two divisions saved per row
-        return packed, task.kv_head
-    return packed // group, task.kv_head * group + packed % group
-
-
-@compiled
-def key_address(p, s, task, pages, base, stride_b, stride_s, stride_h, j):
-    """Address of key j's row of K or V: dense, packed or through the page table."""
-    base += task.kv_head * stride_h
-    if p.page_size > 0:
-        page = pages[task.batch * p.max_pages + j // p.page_size]
-        return base + page * stride_b + (j % p.page_size) * stride_s
-    return base + task.batch * stride_b + (s.k_begin + j) * stride_s
-
-
-@compiled
 def pack_keys(one, size, p, s, task, pages, begin, end, kt):
     """K tile into kt[keys][D]. The last row is repeated up to whole micro-kernels: a repeated score moves no maximum."""
     depth = p.head_dim
@@ -93,6 +70,24 @@ def pack_keys(one, size, p, s, task, pages, begin, end, kt):
         j = min(begin + n, end - 1)
         where = key_address(p, s, task, pages, p.k_address, p.k_b, p.k_s, p.k_h, j)
         read_row(one, kt + n * depth * size, where, p.k_d, depth, p.k_code)
+
+
+@compiled
+def lies_ready(size, p, address, stride_b, stride_s, stride_h, stride_d, code):
+    """Whether the micro-kernels can read K or V where it lies: rows of aligned numbers of the compute dtype, without pages."""
+    whole = (address | stride_b | stride_s | stride_h) % size == 0
+    return whole and stride_d == size and code == (F32 if size == 4 else F64) and p.page_size == 0
+
+
+@compiled
+def all_finite(one, row, stride, rows, width):
+    """Whether ``rows`` rows, ``stride`` bytes apart, hold neither NaN nor infinities."""
+    strange = 0
+    for n in range(rows):
+        for d in range(width):
+            x = get(one, row + n * stride, d)
+            strange |= x - x != 0
+    return strange == 0
 
 
 @compiled
@@ -130,76 +125,41 @@ def pack_queries(one, size, p, s, task, rows, qt, row):
 
 
 @compiled
-def describe_rows(one, p, s, task, slopes, lanes, slope, position, low, high, bias, mask):
-    """For every lane: its position, the keys it can see, its ALiBi slope and where its rows of bias and mask start."""
-    for t in range(lanes):
-        r, head = query_of(task, p.group, min(t, task.rows - 1))
-        i = r + s.position
-        first, last = max(s.kv_start, task.k_begin), min(s.kv_length, task.k_end)
-        if p.left >= 0:
-            first = max(first, i - p.left)
-        if p.right >= 0:
-            last = min(last, i + p.right + 1)
-        put(WHOLE, position, t, i)
-        put(WHOLE, low, t, first)
-        put(WHOLE, high, t, max(first, last))
-        put(one, slope, t, slopes[task.batch * p.heads_q + head] if p.alibi else 0)
-        put(WHOLE, bias, t, p.bias_address + task.batch * p.bias_b + head * p.bias_h + r * p.bias_s)
-        put(WHOLE, mask, t, p.mask_address + task.batch * p.mask_b + head * p.mask_h + r * p.mask_s)
-
-
-@compiled
-def panel_limits(rows, panels, low, high, limits):
-    """Per panel: the keys that some row sees, and those that all its rows see."""
-    for panel in range(panels):
-        some_low, some_high, all_low, all_high = NOWHERE, 0, 0, NOWHERE
-        for t in range(panel * rows, (panel + 1) * rows):
-            first, last = get(WHOLE, low, t), get(WHOLE, high, t)
-            if first < last:
-                some_low, some_high = min(some_low, first), max(some_high, last)
-            all_low, all_high = max(all_low, first), min(all_high, last)
-        put(WHOLE, limits, 4 * panel, some_low)
-        put(WHOLE, limits, 4 * panel + 1, some_high)
-        put(WHOLE, limits, 4 * panel + 2, all_low)
-        put(WHOLE, limits, 4 * panel + 3, all_high)
-
-
-@compiled
-def panel_scores(one, size, p, narrow, kt, qt, st, keys, rows, weights, top):
+def panel_scores(one, size, p, narrow, kt, k_row, qt, st, keys, rows, weights, top):
     """S^T of a panel and some keys, in whole micro-kernels; raises top to the scores' lane maxima."""
     depth, scale = p.head_dim, type(one)(p.scale)
     for n in range(0, keys, UNROLL):
-        k_at, s_at = kt + n * depth * size, st + n * rows * size
+        k_at, s_at = kt + n * k_row * size, st + n * rows * size
         if p.distance:
             if narrow:
-                distances_narrow(one, k_at, depth, qt, s_at, depth, weights, top)
+                distances_narrow(one, k_at, k_row, qt, s_at, depth, weights, top)
             else:
-                distances(one, k_at, depth, qt, s_at, depth, weights, top)
+                distances(one, k_at, k_row, qt, s_at, depth, weights, top)
         elif narrow:
-            scores_narrow(one, k_at, depth, qt, s_at, depth, scale, top)
+            scores_narrow(one, k_at, k_row, qt, s_at, depth, scale, top)
         else:
-            scores(one, k_at, depth, qt, s_at, depth, scale, top)
+            scores(one, k_at, k_row, qt, s_at, depth, scale, top)
 
 
 @compiled
-def panel_output(one, size, narrow, vt, columns, st, ot, keys, rows, alpha):
+def panel_output(one, size, narrow, vt, v_row, columns, st, ot, keys, rows, alpha):
     """O^T of a panel takes in the weights and values of some keys."""
     for c in range(0, columns, UNROLL):
         if narrow:
-            weighted_sum_narrow(one, vt + c * size, columns, st, ot + c * rows * size, keys, alpha)
+            weighted_sum_narrow(one, vt + c * size, v_row, st, ot + c * rows * size, keys, alpha)
         else:
-            weighted_sum(one, vt + c * size, columns, st, ot + c * rows * size, keys, alpha)
+            weighted_sum(one, vt + c * size, v_row, st, ot + c * rows * size, keys, alpha)
 
 
 @compiled
-def weighted_sum_exact(one, size, st, logits, keys, rows, vt, columns, width, ot, alpha):
+def weighted_sum_exact(one, size, st, logits, keys, rows, vt, v_row, width, ot, alpha):
     """The weighted sum where V holds infinities or NaN, which must not reach the rows that cannot see them."""
     for c in range(width):
         for r in range(rows):
             total = get(one, ot, c * rows + r) * get(one, alpha, r)
             for n in range(keys):
                 if get(one, logits, n * rows + r) != -INF:
-                    total += get(one, st, n * rows + r) * get(one, vt, n * columns + c)
+                    total += get(one, st, n * rows + r) * get(one, vt, n * v_row + c)
             put(one, ot, c * rows + r, total)
 
 
@@ -289,20 +249,28 @@ def attend_task(one, size, task, p, s, pages, slopes, sinks, weights, work, iwor
     for n in range(lanes):
         put(one, running_sum, n, 0)
         put(one, running_max, n, kind(-INF))
-    first, last = NOWHERE, 0
-    for panel in range(panels):
-        first = min(first, get(WHOLE, limits, 4 * panel))
-        last = max(last, get(WHOLE, limits, 4 * panel + 1))
+    first, last = keys_of_panels(limits, 0, panels)
+    # A few rows use a tile once or twice, which does not pay for a copy.
+    ready_k = narrow and lies_ready(size, p, p.k_address, p.k_b, p.k_s, p.k_h, p.k_d, p.k_code)
+    ready_v = narrow and columns == width and lies_ready(size, p, p.v_address, p.v_b, p.v_s, p.v_h, p.v_d, p.v_code)
     plain = p.softcap == 0 and not p.bias_address and not p.mask_address and not p.alibi
 
     # Tiles begin at multiples of their size: a row's sums are grouped alike whatever rows share its block.
     for aligned in range(first // p.tile_keys * p.tile_keys, last, p.tile_keys):
         begin, end = max(aligned, first), min(aligned + p.tile_keys, last)
-        pack_keys(one, size, p, s, task, pages, begin, end, kt)
-        finite = pack_values(one, size, p, s, task, pages, begin, end, columns, vt)
+        k_tile, k_row, v_tile, v_row = kt, depth, vt, columns
+        in_place = ready_k and end + UNROLL <= s.kv_length  # whole micro-kernels run past the last key of a tile
+        if in_place:
+            k_tile, k_row = key_address(p, s, task, pages, p.k_address, p.k_b, p.k_s, p.k_h, begin), p.k_s // size
+        else:
+            pack_keys(one, size, p, s, task, pages, begin, end, kt)
+        if ready_v:
+            v_tile, v_row = key_address(p, s, task, pages, p.v_address, p.v_b, p.v_s, p.v_h, begin), p.v_s // size
+            finite = all_finite(one, v_tile, p.v_s, end - begin, width)
+        else:
+            finite = pack_values(one, size, p, s, task, pages, begin, end, columns, vt)
         for panel in range(panels):
-            j = max(begin, get(WHOLE, limits, 4 * panel))
-            stop = min(end, get(WHOLE, limits, 4 * panel + 1))
+            j, stop = panel_keys(limits, panel, begin, end)
             keys = stop - j
             if keys <= 0:
                 continue
@@ -310,12 +278,12 @@ def attend_task(one, size, task, p, s, pages, slopes, sinks, weights, work, iwor
             old_max = running_max + t * size
             for r in range(rows):
                 put(one, top, r, get(one, old_max, r))
-            k_at = kt + (j - begin) * depth * size
+            k_at = k_tile + (j - begin) * k_row * size
             q_at = qt + t * depth * size
-            panel_scores(one, size, p, narrow, k_at, q_at, st, keys, rows, weights, top)
-            # Whole micro-kernels may run past the last key; in the middle of a tile those are keys, not repetitions.
-            cut = j < get(WHOLE, limits, 4 * panel + 2) or stop > get(WHOLE, limits, 4 * panel + 3)
-            if cut or not plain or (stop < end and keys % UNROLL):
+            panel_scores(one, size, p, narrow, k_at, k_row, q_at, st, keys, rows, weights, top)
+            # Whole micro-kernels may run past the last key; but for the end of a packed tile those are keys, not repetitions.
+            cut = panel_is_cut(limits, panel, j, stop)
+            if cut or not plain or ((in_place or stop < end) and keys % UNROLL):
                 if p.softcap != 0:
                     softcap_step(one, st, keys * rows, kind(p.softcap))
                 if p.bias_address:
@@ -334,12 +302,12 @@ def attend_task(one, size, task, p, s, pages, slopes, sinks, weights, work, iwor
                 softmax_step_narrow(one, st, keys, old_max, top, running_sum + t * size, alpha)
             else:
                 softmax_step(one, st, keys, old_max, top, running_sum + t * size, alpha)
-            v_at = vt + (j - begin) * columns * size
+            v_at = v_tile + (j - begin) * v_row * size
             o_at = ot + panel * columns * rows * size
             if finite:
-                panel_output(one, size, narrow, v_at, columns, st, o_at, keys, rows, alpha)
+                panel_output(one, size, narrow, v_at, v_row, columns, st, o_at, keys, rows, alpha)
             else:
-                weighted_sum_exact(one, size, st, logits, keys, rows, v_at, columns, width, o_at, alpha)
+                weighted_sum_exact(one, size, st, logits, keys, rows, v_at, v_row, width, o_at, alpha)
 
     write_block(one, size, p, s, task, rows, columns, running_max, running_sum, ot, row, sinks, partials)
 
@@ -393,3 +361,8 @@ def signature(itemsize: int):
     records = [flat(from_dtype(record)) for record in (MERGE, PARAMS, SEQUENCE)]
     tables = [flat(types.int64), flat(types.float64), flat(types.float64)]
     return types.void(number, flat(from_dtype(TASK)), types.int64, types.int64, *records, *tables, *[types.int64] * 4)
+
+
+def compiled_attend(itemsize: int):
+    """``attend`` for a compute dtype."""
+    return compiled_kernel(attend, signature, itemsize, f"float{8 * itemsize}")

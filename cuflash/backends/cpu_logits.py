@@ -8,13 +8,10 @@ from __future__ import annotations
 
 import math
 
-import numpy as np
-
-from .cpu_memory import compiled, get, load_u8, put
+from .cpu_memory import WHOLE, compiled, get, load_u8, put
 from .cpu_rows import read_row
 
 INF = math.inf
-WHOLE = np.int64(1)  # carries the type of the integer scratch
 
 
 @compiled

@@ -8,10 +8,13 @@ address keeps the array alive.
 
 from __future__ import annotations
 
+import numpy as np
 from llvmlite import ir
 from numba import njit
 from numba.core import types
 from numba.extending import intrinsic
+
+WHOLE = np.int64(1)  # carries the type of integer scratch, as ``one`` does that of numbers
 
 
 def _memory(element: ir.Type, result):

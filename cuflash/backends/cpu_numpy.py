@@ -154,7 +154,7 @@ class State:
         self.out = np.zeros((rows, width), dtype)
 
     def update(self, x: np.ndarray, v: np.ndarray) -> None:
-        """Take in logits (rows, keys), which are overwritten, and the values (keys, Dv)."""
+        """Take in logits (rows, keys), which become exp(x - maximum), and the values (keys, Dv)."""
         visible = x != -np.inf
         top = np.fmax(self.top, np.fmax.reduce(x, axis=1, initial=-np.inf))  # NaN is passed over, it shows in the sum
         base = np.where(top == -np.inf, 0, top).astype(x.dtype)
@@ -165,17 +165,31 @@ class State:
         self.out = self.out * shrink[:, None] + weighted_sum(p, visible, v)
         self.top = top
 
-    def finish(self, sink: float) -> tuple[np.ndarray, np.ndarray]:
-        """Output (rows, Dv) and LSE (rows,), the sink included."""
+    def share(self, sink: float) -> tuple[np.ndarray, np.ndarray]:
+        """The share of the weight that the keys have beside the sink, and the LSE, the sink included; (rows,), float64."""
         peak = np.maximum(self.top.astype(np.float64), sink)
         base = np.where(peak == -np.inf, 0, peak)
         shrink = np.exp(self.top - base)
         whole = self.total * shrink + np.exp(sink - base)
-        lse = base + np.log(whole)
         # In float64, where a large sink leaves a share below the range of float32; without a sink, exactly 1.
-        share = self.total * shrink / whole
+        return self.total * shrink / whole, base + np.log(whole)
+
+    def finish(self, sink: float) -> tuple[np.ndarray, np.ndarray]:
+        """Output (rows, Dv) and LSE (rows,), the sink included."""
+        share, lse = self.share(sink)
         out = np.where((self.total == 0)[:, None], 0, self.out / self.total.astype(np.float64)[:, None] * share[:, None])
         return out, lse
+
+
+def softmax(x: np.ndarray, sink: float) -> np.ndarray:
+    """Weights (rows, keys) of logits, which are overwritten; the sink takes its share. Exactly 0 where a key is not seen."""
+    hidden = x == -np.inf
+    state = State(len(x), 0, x.dtype)
+    state.update(x, np.empty((x.shape[1], 0), x.dtype))  # leaves exp(x - maximum) in x
+    x /= state.total[:, None]  # one division, so that equal weights are the nearest numbers to 1/n
+    weights = x if sink == -np.inf else x * state.share(sink)[0][:, None]
+    weights[hidden] = 0
+    return weights
 
 
 def store(target: np.ndarray, index: tuple, values: np.ndarray) -> None:
