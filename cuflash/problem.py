@@ -98,6 +98,23 @@ def build_decode(
     return problem, new
 
 
+def build_weights(
+    q: Any, k: Any, *, reduce: str | None = None, layout: str = "BSHD", out_dtype: Any = None, **options: Any
+) -> Problem:
+    """Problem of attention_weights(). Its results are in the compute dtype unless the user says otherwise, as the LSE is."""
+    if reduce is not None:
+        checks.choice(reduce, "reduce", ("head_mean",))
+    problem = build_attention(q, k, no_values(k), layout=layout, out_dtype=out_dtype, **options)
+    dtype = problem.compute_dtype if out_dtype is None else problem.out_dtype
+    return problem.replace(op="weights", reduce=reduce, out_dtype=dtype)
+
+
+def no_values(k: Any) -> Any:
+    """Values of head size 1 for functions of the scores alone, in the memory of one element."""
+    key = arrays.view(k, "k")
+    return arrays.zeros((*key.shape[:-1], 1), key).array
+
+
 def build_backward(
     dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, *, dlse: Any = None, deterministic: bool = False,
     varlen: tuple | None = None, layout: str = "BSHD", **options: Any,
@@ -218,6 +235,21 @@ def with_outputs(
     return problem, out, lse
 
 
+def with_weights(problem: Problem, out: Any, ndim: int) -> tuple[Problem, Any]:
+    """Check or allocate the result of attention_weights(); returns the problem and the array to hand back, in the user's shape."""
+    shape = user_weights_shape(problem, ndim)
+    if out is None:
+        out = arrays.empty(shape, problem.out_dtype, problem.q)
+        a = arrays.view(out, "out")
+    else:
+        a = checks.output(out, "out", shape, problem.out_dtype, problem, {})
+    if problem.reduce is not None:  # the axis of the heads, which the user does not see
+        a = arrays.expand(a, len(shape) - 2)
+    while len(a.shape) < 4:
+        a = arrays.expand(a, 0)
+    return problem.replace(weights=a), out
+
+
 def with_arrays(problem: Problem, q: Any, k: Any, v: Any, layout: str, ndim: int, stream: Any) -> Problem:
     """The same problem on other arrays of the same signature (Plan.run)."""
     fresh: dict[str, ArrayView] = {}
@@ -311,3 +343,11 @@ def user_out_shape(problem: Problem, layout: str, ndim: int) -> tuple[int, ...]:
 def user_lse_shape(problem: Problem, ndim: int) -> tuple[int, ...]:
     """Shape of ``lse`` for the number of axes that q came in."""
     return problem.lse_shape if problem.varlen else problem.lse_shape[4 - ndim :]
+
+
+def user_weights_shape(problem: Problem, ndim: int) -> tuple[int, ...]:
+    """Shape of attention weights, or of their mean over the heads, for the number of axes that q came in."""
+    b, h, sq, sk = problem.weights_shape
+    if problem.reduce is not None:
+        return (b, sq, sk) if ndim == 4 else (sq, sk)
+    return (b, h, sq, sk)[4 - ndim :]

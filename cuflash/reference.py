@@ -263,6 +263,19 @@ def forward(problem: Problem) -> tuple[np.ndarray, np.ndarray]:
     return out, lse
 
 
+def attention_weights(problem: Problem) -> np.ndarray:
+    """Softmax weights in float64, or their mean over the query heads: ``problem.weights_shape``."""
+    result = np.zeros(problem.weights_shape)
+    with np.errstate(all="ignore"):
+        for block in blocks(problem):
+            weights = attend(problem, block).softmax.weights
+            if problem.reduce is None:
+                result[block.plane][block.rows, block.keys] = weights
+            else:
+                result[block.sequence.index, 0, block.rows, block.keys] += weights / problem.heads_q
+    return result
+
+
 # --- the same steps in reverse -------------------------------------------------------------------------------------
 
 

@@ -73,6 +73,7 @@ class Problem:
     out         (B, Sq, Hq, Dv)         (total_q, Hq, Dv)           as dense or varlen
     lse         (B, Hq, Sq)             (Hq, total_q)               as dense or varlen
     bias, mask  (B, Hq, Sq, columns)    (B, Hq, max_q, columns)     zero strides where broadcast
+    weights     (B, Hq or 1, Sq, Sk)    -                           as dense; Sk of the whole table
     =========== ======================= =========================== =======================
 
     Query head h reads key/value head h // (heads_q // heads_kv).
@@ -128,7 +129,7 @@ class Problem:
     page_size: int = 0
 
     # how
-    op: Literal["attention", "decode", "backward"] = "attention"
+    op: Literal["attention", "decode", "backward", "weights"] = "attention"
     out_dtype: np.dtype = np.dtype(np.float32)
     precision: str | None = None
     num_splits: int | None = None
@@ -141,6 +142,10 @@ class Problem:
     dout: ArrayView | None = None
     dlse: ArrayView | None = None  # shape of lse
     deterministic: bool = False
+
+    # attention_weights only; v has no meaning there
+    weights: ArrayView | None = None  # None while planning: cuflash will allocate them
+    reduce: Literal["head_mean"] | None = None  # the mean over query heads: the head axis has length 1
 
     @property
     def varlen(self) -> bool:
@@ -169,6 +174,10 @@ class Problem:
     @property
     def out_shape(self) -> tuple[int, ...]:
         return (*self.q.shape[:-1], self.head_dim_v)
+
+    @property
+    def weights_shape(self) -> tuple[int, ...]:
+        return (self.batch, self.heads_q if self.reduce is None else 1, self.seqlen_q, self.seqlen_k)
 
     def sequences(self) -> Iterator[Sequence]:
         """The sequences of the batch, with their lengths resolved."""

@@ -158,6 +158,13 @@ def expect_gradients(problems: Sequence[Problem]) -> ExpectedGradients:
     return ExpectedGradients(parts, bounds)
 
 
+def expect_weights(problem: Problem) -> tuple[np.ndarray, float]:
+    """Attention weights, or their mean over the heads, in float64, and the allowed error."""
+    exact = reference.attention_weights(problem)
+    runs = [[naive_weights(problem, run)] for run in naive_runs(exact.size)]
+    return exact, error_bound([exact], runs, problem.out_dtype)
+
+
 # --- the naive computation in the same dtype -----------------------------------------------------------------------
 
 class Run(NamedTuple):
@@ -253,6 +260,17 @@ def naive(problem: Problem, run: Run) -> tuple[np.ndarray, np.ndarray]:
             out[block.query_index] = done.out
             lse[block.lse_index] = done.lse
     return out, lse
+
+
+def naive_weights(problem: Problem, run: Run) -> np.ndarray:
+    """All weights in the compute dtype, and then, if so wanted, their mean over the heads."""
+    weights = np.zeros((problem.batch, problem.heads_q, problem.seqlen_q, problem.seqlen_k), problem.compute_dtype)
+    with np.errstate(all="ignore"):
+        for block, features in _blocks(problem, run):
+            weights[block.plane][block.rows, block.keys] = _naive_block(problem, block, features, run.loop).weights
+    if problem.reduce is not None:
+        weights = weights.mean(axis=1, keepdims=True)
+    return weights.astype(problem.out_dtype)
 
 
 def naive_gradients(problem: Problem, run: Run) -> Gradients:

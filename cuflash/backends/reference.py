@@ -33,7 +33,8 @@ def plan(problem: Problem, kernel: str) -> Plan:
     """The one plan there is: a block of rows against all keys, in float64, on one thread."""
     keys = max(1, problem.seqlen_k)
     rows = min(max(1, problem.seqlen_q), max(1, reference.BLOCK_ELEMENTS // keys))
-    results = int(np.prod(problem.out_shape)) + int(np.prod(problem.lse_shape))
+    shapes = (problem.weights_shape,) if problem.op == "weights" else (problem.out_shape, problem.lse_shape)
+    results = sum(int(np.prod(shape)) for shape in shapes)
     return Plan(
         kernel=kernel,
         backend=NAME,
@@ -50,6 +51,12 @@ def run(plan: Plan, problem: Problem) -> None:
     _store(problem.out.array, out)
     if problem.lse is not None:
         _store(problem.lse.array, lse)
+
+
+def run_weights(plan: Plan, problem: Problem) -> None:
+    """Write ``problem.weights``."""
+    assert problem.weights is not None
+    _store(problem.weights.array, reference.attention_weights(problem))
 
 
 def run_backward(plan: Plan, problem: Problem) -> Gradients:
