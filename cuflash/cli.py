@@ -151,7 +151,7 @@ def backend_state(name: str) -> dict[str, Any]:
     except Exception as error:  # a broken Numba or driver raises many kinds
         return {"usable": False, "reason": f"does not load: {error}", "mend": mend}
     tiny = np.zeros((1, 1, 1, 16), np.float32)
-    reason = planner.decline(backend, problem.build_attention(tiny, tiny, tiny), backend.KERNELS[0])
+    reason = planner.decline(backend, problem.build_attention(tiny, tiny, tiny), backend.KERNELS[0]) or planner.unusable(backend)
     if reason is not None:
         return {"usable": False, "reason": reason}
     return {"usable": True, "kernels": list(backend.KERNELS)}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import keyword
 import math
+import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -161,7 +162,8 @@ def backend_takes(backend: str, q: ArrayView) -> None:
     on_gpu = q.device != arrays.HOST
     if on_gpu and backend in ("cpu", "reference"):
         raise TypeError(f"backend: {backend!r} takes NumPy arrays, but q is in {arrays.where(q)}; convert by cupy.asnumpy(x)")
-    if not on_gpu and backend in ("cuda", "numba-cuda"):
+    simulated = backend == "numba-cuda" and os.environ.get("NUMBA_ENABLE_CUDASIM") == "1"  # Numba runs the kernels on the host
+    if not on_gpu and backend in ("cuda", "numba-cuda") and not simulated:
         raise TypeError(f"backend: {backend!r} takes GPU arrays, but q is in {arrays.where(q)}; convert by cupy.asarray(x)")
 
 

@@ -23,7 +23,7 @@ def choose(problem: Problem) -> Plan:
             declined.append(f"{name}: {backend}")
             continue
         for kernel in kernels_to_try(backend, problem):
-            reason = decline(backend, problem, kernel)
+            reason = decline(backend, problem, kernel) or unusable(backend)
             if reason is None:
                 plan = backend.plan(problem, kernel)
                 return dataclasses.replace(plan, declined=(*declined, *plan.declined)) if declined else plan
@@ -52,4 +52,11 @@ def decline(backend: backends.Backend, problem: Problem, kernel: str) -> str | N
         return f"this backend has no such kernel; it has {', '.join(backend.KERNELS)}"
     if problem.op == "backward" and not hasattr(backend, "run_backward"):
         return "this backend has no backward pass yet; backend='reference' has one (float64, slow)"
+    if problem.op == "weights" and not hasattr(backend, "run_weights"):
+        return "it never stores the weights; attention_weights() works on NumPy arrays, with backend 'cpu' or 'reference'"
     return backend.decline(problem, kernel)
+
+
+def unusable(backend: backends.Backend) -> str | None:
+    """What in this installation keeps a backend from running anything, or None."""
+    return backend.unusable() if hasattr(backend, "unusable") else None

@@ -94,6 +94,10 @@ def _varlen_backward(a: Arrays) -> Problem:
     return problem.build_backward(q, q, kv, kv, q, lse, varlen=packed)
 
 
+def _weights(a: Arrays) -> Problem:
+    return problem.build_weights(a.q, a.k)
+
+
 def _twice(s: Any, b: int, h: int, i: Any, j: Any) -> Any:
     return 2 * s
 
@@ -134,6 +138,7 @@ ROWS: dict[str, Build] = {
     "decode: cache_batch_index": _decode(cache_batch_index=[0, 1]),
     "attention_backward": _backward,
     "attention_varlen_backward": _varlen_backward,
+    "attention_weights": _weights,
 }
 
 

@@ -13,9 +13,11 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import compare
+import devices
 import numpy as np
 import pytest
 from cases import Case, Target
+from devices import root
 
 import cuflash
 from cuflash import NoBackendError
@@ -55,13 +57,6 @@ STRIDES: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "heads_of_packed": np.ascontiguousarray,  # q, k and v are slices of one array, see _lay_out; the rest is contiguous
     "expanded": np.ascontiguousarray,  # k and v are one head, q one batch, seen many times; the rest is contiguous
 }
-
-
-def root(a: np.ndarray) -> np.ndarray:
-    """The array that owns the memory."""
-    while isinstance(a.base, np.ndarray):
-        a = a.base
-    return a
 
 
 def to_user(a: np.ndarray, case: Case) -> np.ndarray:
@@ -346,9 +341,8 @@ def run(call: Call, target: Target) -> None:
     """Run a call into its buffers and check everything but the numbers: what was returned, and that nothing else was written."""
     inputs = [(a, a.tobytes()) for a in call.inputs()]
     try:
-        result = call.function(
-            *call.args, out=call.out, lse=call.lse, return_lse=True, kernel=target.kernel, backend=target.backend, **call.options
-        )
+        more = {"out": call.out, "lse": call.lse, "return_lse": True, "kernel": target.kernel, "backend": target.backend}
+        result = devices.call(target, call.function, call.args, {**call.options, **more})
     except NoBackendError as error:
         words = call.case.declines.get(target.name)
         assert words is not None, f"{target.name} declines a case that is not listed: {error}"

@@ -6,23 +6,25 @@ contiguous (B, S, H, D) arrays, whatever layout, strides and storage the case gi
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
+
+import devices
 
 F16, BF16, F32, F64 = (np.dtype(t) for t in (np.float16, ml_dtypes.bfloat16, np.float32, np.float64))
 DTYPES = (F16, BF16, F32, F64)
 
 
 class Target(NamedTuple):
-    """A kernel of a backend that the suite runs; ``largest`` bounds the score elements of a case (for slow simulators)."""
+    """A kernel of a backend that the suite runs."""
 
     backend: str
     kernel: str
-    largest: int = 1 << 40
 
     @property
     def name(self) -> str:
@@ -30,16 +32,18 @@ class Target(NamedTuple):
 
 
 # Every pair that exists. A new backend is one more line here, and what it declines stands in the cases below.
-TARGETS = (
-    Target("reference", "naive"),
-    Target("cpu", "fa2"),
-    Target("cpu", "decode"),
-    Target("cpu", "naive"),
-)
-GRADIENT_TARGETS = (
-    Target("reference", "naive"),
-    Target("cpu", "fa2"),
-)
+HOST = (Target("reference", "naive"), Target("cpu", "fa2"), Target("cpu", "decode"), Target("cpu", "naive"))
+NUMBA_CUDA = (Target("numba-cuda", "fa1"), Target("numba-cuda", "decode"))
+ALL_TARGETS = (*HOST, *NUMBA_CUDA)
+GRADIENT_HOST = (Target("reference", "naive"), Target("cpu", "fa2"))
+
+# What this process runs: in Numba's simulator only that (its threads are Python's: tiny cases), with a GPU everything.
+if devices.SIMULATED:
+    TARGETS, GRADIENT_TARGETS = NUMBA_CUDA, NUMBA_CUDA[:1]
+elif devices.gpu_wanted():
+    TARGETS, GRADIENT_TARGETS = NUMBA_CUDA, NUMBA_CUDA[:1]
+else:
+    TARGETS, GRADIENT_TARGETS = HOST, GRADIENT_HOST
 
 
 class Shape(NamedTuple):
@@ -369,6 +373,44 @@ COMBINED = (
 
 CASES = (*PLAIN, *EMPTY, *POSITIONS, *LOGITS, *STRIDED, *PACKED, *PAGED, *DECODE, *COMBINED)
 
+
+def in_miniature(c: Case) -> Case:
+    """The same case in sizes that Numba's simulator can do, which takes a millisecond an element, and in one dtype.
+
+    Longer stays longer, so that lengths, starts and new keys fit each other as before.
+    """
+
+    def short(n: int) -> int:
+        return n if n <= 3 else 3 + math.ceil(math.log2(n / 3))
+
+    def narrow(d: int) -> int:
+        return min(d, 3) if d <= 16 else 5  # in one piece or in two
+
+    s = c.shape
+    hkv = min(s.hkv, 2)
+    hq = hkv * min(s.hq // s.hkv, 3) if s.hkv else s.hq
+    packed = c.packed and Packed(tuple(map(short, c.packed.q)), tuple(map(short, c.packed.k)), c.packed.slack)
+    return replace(
+        c,
+        shape=Shape(s.b, short(s.sq), short(s.sk), hq, hkv, narrow(s.d), narrow(s.dv)),
+        kv_lengths=c.kv_lengths and tuple(map(short, c.kv_lengths)),
+        kv_start=c.kv_start and tuple(map(short, c.kv_start)),
+        packed=packed,
+        page_size=min(c.page_size, 3),
+        new=short(c.new),
+        dtypes=(c.dtypes[len(c.name) % len(c.dtypes)],),
+    )
+
+
+def same_but_for_name(c: Case) -> tuple:
+    """Equal for cases that differ in their name alone."""
+    return tuple(getattr(c, f.name) for f in fields(c) if f.name not in ("name", "dtypes", "declines"))
+
+
+if devices.SIMULATED:  # once each; strides are NumPy's business there
+    CASES = tuple({same_but_for_name(c): c for c in map(in_miniature, CASES) if c.strides in ("contiguous", "reversed")}.values())
+    STRIDED = ()
+
 # Cases whose gradients are compared as well.
 BY_NAME = {c.name: c for c in CASES}
 DIFFERENTIATED = tuple(
@@ -382,6 +424,7 @@ DIFFERENTIATED = tuple(
         "score-mod-table-causal mask-mod layout-heads-equal-length packed-causal packed-empty packed-slack-sinks "
         "packed-heads-first packed-transposed all-additive sqdist-softcap-bias softcap-sinks-strided"
     ).split()
+    if name in BY_NAME
 ) + tuple(
     c for c in STRIDED if c.strides in ("expanded", "reversed", "heads_of_packed", "every_other") and c.name.endswith("axes")
 )

@@ -29,6 +29,14 @@ def why_no_gpu() -> str | None:
     return None if devices else "no CUDA device"
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """CUFLASH_TEST_POOL=0: every array is an allocation of its own, so that a sanitizer sees what runs over its end."""
+    if os.environ.get("CUFLASH_TEST_POOL") == "0":
+        import cupy
+
+        cupy.cuda.set_allocator(None)
+
+
 def why_not_installed(*modules: str) -> str | None:
     missing = [name for name in modules if importlib.util.find_spec(name) is None]
     return f"not installed: {', '.join(missing)}" if missing else None

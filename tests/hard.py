@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import compare
+import devices
 import numpy as np
 import pytest
 from cases import DTYPES, F32, F64, TARGETS, Target
@@ -29,7 +30,8 @@ def attend(
     out = np.full((*q.shape[:-1], v.shape[-1]), np.nan, options.get("out_dtype", q.dtype))
     lse_shape = (q.shape[0], q.shape[2], q.shape[1]) if q.ndim == 4 else (q.shape[1], q.shape[0])
     lse = np.full(lse_shape, np.nan, F64 if q.dtype == F64 else F32)
-    function(q, k, v, *index, out=out, lse=lse, return_lse=True, kernel=target.kernel, backend=target.backend, **options)
+    more = {"out": out, "lse": lse, "return_lse": True, "kernel": target.kernel, "backend": target.backend}
+    devices.call(target, function, (q, k, v, *index), {**options, **more})
     return out, lse
 
 

@@ -9,13 +9,14 @@ import dataclasses
 from typing import Any
 
 import compare
+import devices
 import numpy as np
 import pytest
 from calls import STRIDES, Call, cumulative, from_user, pack, plain, present, sequences, to_user
 from cases import DIFFERENTIATED, GRADIENT_TARGETS, Case, Target
 
 import cuflash
-from cuflash import reference
+from cuflash import NoBackendError, reference
 from cuflash.problem import build_attention, build_backward
 from cuflash.types import Gradients, Problem
 
@@ -58,12 +59,20 @@ def differentiate(case: Case, dtype: np.dtype) -> Differentiated:
     return Differentiated(call, dout, dlse, problems)
 
 
-def run_backward(given: Differentiated, target: Target, **more: Any) -> Gradients:
+def run_backward(given: Differentiated, target: Target, **more: Any) -> Gradients | None:
     call = given.call
     inputs = [(a, a.tobytes()) for a in (*call.inputs(), given.dout, given.dlse, call.out, call.lse)]
     function = cuflash.attention_backward if call.case.packed is None else cuflash.attention_varlen_backward
     options = {**call.options, "kernel": target.kernel, "backend": target.backend, "dlse": given.dlse, **more}
-    result = function(given.dout, *call.args[:3], call.out, call.lse, *call.args[3:], **options)
+    args = (given.dout, *call.args[:3], call.out, call.lse, *call.args[3:])
+    try:
+        result = devices.call(target, function, args, options, arrays=6)
+    except NoBackendError as error:
+        if "deterministic" in more and target.backend == "numba-cuda" and "no fixed order" in str(error):
+            return None
+        words = call.case.declines.get(f"{target.name} gradients")
+        assert words is not None and words in str(error), f"{target.name} declines a case that is not listed: {error}"
+        pytest.skip(f"declined, as listed: {words}")
     for a, before in inputs:
         assert a.tobytes() == before, "an input was changed"
     return result
@@ -89,6 +98,7 @@ def test_gradients(case: Case, dtype: np.dtype, target: Target) -> None:
     given = differentiate(case, dtype)
     want = compare.expect_gradients(given.problems)
     got = run_backward(given, target)
+    assert got is not None
     for name, parts in want.parts.items():
         gradient = getattr(got, name)
         shapes = {
@@ -107,6 +117,10 @@ def test_gradients(case: Case, dtype: np.dtype, target: Target) -> None:
             compare.assert_close(part, exact, want.bounds[name], f"{name} (part {b})")
     for name in ("dbias", "dsinks"):
         assert (getattr(got, name) is None) == (name not in want.parts)
+    if devices.SIMULATED:  # slow
+        return
     again = run_backward(differentiate(case, dtype), target, deterministic=True)
+    if again is None:  # it adds up the gradient of a broadcast bias in no fixed order, and says so
+        return
     for name in want.parts:
         compare.assert_same_bits(getattr(got, name), getattr(again, name), f"{name} of a second run")

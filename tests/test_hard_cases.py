@@ -32,7 +32,6 @@ WAITS = {
     59: "shared memory of a GPU",
     60: "CUDA streams",
     61: "DLPack on GPU arrays",
-    62: "the numba-cuda backend",
 }
 
 # Covered for what runs on the host; the rest of the row waits.

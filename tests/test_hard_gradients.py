@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 import compare
+import devices
 import numpy as np
 import pytest
 from cases import DTYPES, F16, F32, F64, GRADIENT_TARGETS, Target
@@ -26,8 +27,8 @@ def differentiate(
     forward, backward = (
         (cuflash.attention_varlen, cuflash.attention_varlen_backward) if cu else (cuflash.attention, cuflash.attention_backward)
     )
-    out, lse = forward(q, k, v, *cu, return_lse=True, **options, **how)
-    return backward(dout, q, k, v, out, lse, *cu, **options, **how)
+    out, lse = devices.call(target, forward, (q, k, v, *cu), {"return_lse": True, **options, **how})
+    return devices.call(target, backward, (dout, q, k, v, out, lse, *cu), {**options, **how}, arrays=6)
 
 
 def operands(dtype: np.dtype, b: int, sq: int, sk: int, hq: int, hkv: int) -> tuple[np.ndarray, ...]:
@@ -207,8 +208,7 @@ def test_case_34_sum_over_the_heads_of_a_group(hq: int, hkv: int, dtype: np.dtyp
 @pytest.mark.parametrize("which", ["broadcast", "dout transposed", "out transposed", "negative"])
 def test_case_35_strides_of_incoming_gradients(which: str, dtype: np.dtype, target: Target) -> None:
     q, k, v, dout = operands(dtype, 2, 9, 70, 4, 2)
-    how = {"kernel": target.kernel, "backend": target.backend}
-    out, lse = cuflash.attention(q, k, v, return_lse=True, **how)
+    out, lse = devices.run(target, cuflash.attention, q, k, v, return_lse=True)
     if which == "broadcast":
         dout = np.broadcast_to(dtype.type(1), dout.shape)
     elif which == "negative":
@@ -217,8 +217,9 @@ def test_case_35_strides_of_incoming_gradients(which: str, dtype: np.dtype, targ
         dout = np.asfortranarray(dout)
     else:
         out, lse = np.asfortranarray(out), np.asfortranarray(lse)
-    g = cuflash.attention_backward(dout, q, k, v, out, lse, **how)
-    same = cuflash.attention_backward(*(np.ascontiguousarray(a) for a in (dout, q, k, v, out, lse)), **how)
+    given = dout, q, k, v, out, lse
+    g = devices.run(target, cuflash.attention_backward, *given, arrays=6)
+    same = devices.run(target, cuflash.attention_backward, *(np.ascontiguousarray(a) for a in given), arrays=6)
     for name in ("dq", "dk", "dv"):
         compare.assert_same_bits(getattr(g, name), getattr(same, name), name)
     assert_oracle(g, dout, q, k, v)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 
 import compare
+import devices
 import numpy as np
 import pytest
 from calls import STRIDES
@@ -135,12 +136,10 @@ def test_case_37_layouts_when_shapes_agree(dtype: np.dtype, target: Target) -> N
     q, k, v = (normal(n, (1, 4, 4, 16), dtype) for n in range(3))
     want = compare.expect([build_attention(q, k, v, causal=True)])
     heads_first = [np.ascontiguousarray(a.transpose(0, 2, 1, 3)) for a in (q, k, v)]
-    out, lse = cuflash.attention(
-        *heads_first, causal=True, layout="BHSD", return_lse=True, kernel=target.kernel, backend=target.backend
-    )
+    out, lse = devices.run(target, cuflash.attention, *heads_first, causal=True, layout="BHSD", return_lse=True)
     compare.assert_close(out.transpose(0, 2, 1, 3), want.out[0], want.out_bound, "out")
     compare.assert_close(lse, want.lse[0], want.lse_bound, "lse")
-    other, _ = cuflash.attention(*heads_first, causal=True, return_lse=True, kernel=target.kernel, backend=target.backend)
+    other, _ = devices.run(target, cuflash.attention, *heads_first, causal=True, return_lse=True)
     assert np.abs(other.astype(np.float64) - out.astype(np.float64)).max() > 0.1, "the two layouts must differ on these data"
 
 
@@ -166,7 +165,7 @@ def test_case_38_offsets_beyond_int32(dtype: np.dtype, target: Target) -> None:
     wide_q[...] = normal(3, wide_q.shape, dtype)
     out[...] = np.nan
     few = (np.ascontiguousarray(a[:, :3]) for a in (k, v))
-    cuflash.attention(wide_q, *few, out=out, kernel=target.kernel, backend=target.backend)
+    devices.run(target, cuflash.attention, wide_q, *few, out=out)
     want = compare.expect([build_attention(np.ascontiguousarray(wide_q), k[:, :3], v[:, :3])])
     compare.assert_close(np.ascontiguousarray(out), want.out[0], want.out_bound, "out")
     del grid, k, v, wide_q, out, got, few
@@ -201,10 +200,8 @@ def test_case_46_bits_of_bfloat16(target: Target) -> None:
     bits = np.full((1, 2, 1, 16), 16384, np.uint16)
     for arrays in ((bits, bits, bits), (bits.view(BF16), bits, bits.view(BF16)), (bits.view(BF16), bits.view(BF16), bits)):
         with pytest.raises(TypeError, match="uint16"):
-            cuflash.attention(*arrays, kernel=target.kernel, backend=target.backend)
+            devices.run(target, cuflash.attention, *arrays)
     out, _ = attend(target, *[bits.view(BF16)] * 3)
     assert (out.view(np.uint16) == 16384).all() and (out == 2).all()
     with pytest.raises(TypeError, match="out"):
-        cuflash.attention(
-            *[bits.view(BF16)] * 3, out=np.empty((1, 2, 1, 16), np.uint16), kernel=target.kernel, backend=target.backend
-        )
+        devices.run(target, cuflash.attention, *[bits.view(BF16)] * 3, out=np.empty((1, 2, 1, 16), np.uint16))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import compare
+import devices
 import numpy as np
 import pytest
 from cases import BF16, F32, Target
@@ -120,25 +121,24 @@ def test_case_41_appends_that_do_not_fit(layout: str, dtype: np.dtype, target: T
     before = memory.tobytes()
     q, new = normal(1, (1, 1, 2, 16), dtype), normal(2, (1, 1, 2, 16), dtype)
     k, v = memory[:, 1:2]
-    how = {"kernel": target.kernel, "backend": target.backend}
     with pytest.raises(ValueError, match="kv_lengths"):
-        cuflash.decode(q, k, v, [32], k_new=new, v_new=new, **how)
+        devices.run(target, cuflash.decode, q, k, v, [32], k_new=new, v_new=new)
     with pytest.raises(ValueError, match="kv_lengths"):
-        cuflash.decode(q, k, v, [33], **how)
+        devices.run(target, cuflash.decode, q, k, v, [33])
     pages = memory.reshape(2, 6, 16, 2, 16)[:, 2:4]
     if layout == "BHSD":
         pages, q, new = (a.swapaxes(-3, -2) for a in (pages, q, new))
     for lengths, appended in (([33], False), ([32], True)):
         more = {"k_new": new, "v_new": new} if appended else {}
         with pytest.raises(ValueError, match="kv_lengths"):
-            cuflash.decode(q, pages[0], pages[1], lengths, page_table=[[1, 0]], layout=layout, **more, **how)
+            devices.run(target, cuflash.decode, q, pages[0], pages[1], lengths, page_table=[[1, 0]], layout=layout, **more)
     with pytest.raises(ValueError, match="page_table"):  # two sequences would write into one page
         two, twice = np.concatenate([q, q]), np.concatenate([new, new])
-        cuflash.decode(
-            two, pages[0], pages[1], [3, 3], page_table=[[1, 0], [1, 0]], layout=layout, k_new=twice, v_new=twice, **how
+        devices.run(
+            target, cuflash.decode, two, pages[0], pages[1], [3, 3], page_table=[[1, 0], [1, 0]], layout=layout, k_new=twice, v_new=twice
         )
     assert memory.tobytes() == before
-    cuflash.decode(q, pages[0], pages[1], [31], page_table=[[1, 0]], layout=layout, k_new=new, v_new=new, **how)
+    devices.run(target, cuflash.decode, q, pages[0], pages[1], [31], page_table=[[1, 0]], layout=layout, k_new=new, v_new=new)
     changed = np.argwhere(
         (memory.view(f"u{dtype.itemsize}") != np.frombuffer(before, f"u{dtype.itemsize}").reshape(memory.shape)).any(
             axis=(-1, -2)
@@ -153,7 +153,5 @@ def test_case_41_a_call_that_is_declined_appends_nothing(target: Target) -> None
     before = cache.tobytes()
     q = new = normal(1, (1, 1, 2, 16), F32)
     with pytest.raises(cuflash.NoBackendError):
-        cuflash.decode(
-            q, cache[0], cache[1], [3], k_new=new, v_new=new, score_mod="s + h", kernel=target.kernel, backend=target.backend
-        )
+        devices.run(target, cuflash.decode, q, cache[0], cache[1], [3], k_new=new, v_new=new, score_mod="s + h")
     assert cache.tobytes() == before

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import compare
+import devices
 import numpy as np
 import pytest
 from cases import BF16, DTYPES, F16, F32, F64, Target
@@ -105,12 +106,13 @@ def test_case_7_results_in_used_memory(target: Target) -> None:
             spoiled = [np.full(n, filler, F32) for n in (4 * 16, 4, 64, 16, 3 * 16, 1 << 14, 1 << 18)]
             del spoiled
             q, k = zeros(F32, 1, 4, 1, 16), zeros(F32, 1, 2, 1, 16)
-            how = {"kernel": target.kernel, "backend": target.backend, "return_lse": True}
-            out, lse = cuflash.attention(q, k, along_keys([1, 3], k.shape, F32), causal=True, **how)
+            out, lse = devices.run(
+                target, cuflash.attention, q, k, along_keys([1, 3], k.shape, F32), causal=True, return_lse=True
+            )
             assert_result((out, lse), np.array([0, 0, 1, 2])[None, :, None, None], [-np.inf, -np.inf, 0, math.log(2)])
-            out, lse = cuflash.attention(q, k, k, mask=np.zeros((4, 2), bool), **how)
+            out, lse = devices.run(target, cuflash.attention, q, k, k, mask=np.zeros((4, 2), bool), return_lse=True)
             assert not out.view(np.uint32).any() and (lse == -np.inf).all()
-            out, lse = cuflash.attention_varlen(q[0], k[0], k[0], [0, 1], [0, 1], **how)
+            out, lse = devices.run(target, cuflash.attention_varlen, q[0], k[0], k[0], [0, 1], [0, 1], return_lse=True)
             assert not out.view(np.uint32).any() and (lse[:, 1:] == -np.inf).all()
 
 

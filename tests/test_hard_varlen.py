@@ -59,7 +59,8 @@ def test_case_22_single_and_empty_queries(hq: int, hkv: int, d: int, dtype: np.d
 @every_target
 @every_dtype
 @pytest.mark.parametrize(
-    "options", [{}, {"causal": True}, {"sinks": [0.0, 1.0]}, {"score_mod": lambda s, b, h, i, j: s + h}], ids=str
+    "options", [{}, {"causal": True}, {"sinks": [0.0, 1.0]}, {"score_mod": lambda s, b, h, i, j: s + h}],
+    ids=lambda o: "+".join(o) or "plain"
 )
 def test_case_23_rows_behind_the_last_sequence(options: dict, dtype: np.dtype, target: Target) -> None:
     q, k, v = (normal(n, (946, 2, 16), dtype) for n in range(3))

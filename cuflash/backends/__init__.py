@@ -8,18 +8,22 @@ from typing import Protocol
 
 from ..types import ArrayView, Plan, Problem
 
-# Name -> module in this package, in the order in which "auto" asks. None: the name is reserved, its backend is not offered yet
-# (the kernels of numba-cuda are in numba_cuda*.py; they join when the whole suite has passed on a GPU).
+# Name -> module in this package, in the order in which "auto" asks. None: the name is reserved, its backend is not offered yet.
 REGISTRY: dict[str, str | None] = {
     "cuda": None,
-    "numba-cuda": None,
+    "numba-cuda": "numba_cuda",
     "cpu": "cpu",
     "reference": "reference",
 }
 
 
 class Backend(Protocol):
-    """What a backend module offers. One that computes gradients also has ``run_backward(plan, problem) -> Gradients``."""
+    """What a backend module offers.
+
+    One that computes gradients also has ``run_backward(plan, problem) -> Gradients``; one that materialises attention weights
+    ``run_weights(plan, problem)``, which writes problem.weights; one that may lack something in an installation
+    ``unusable() -> str | None``.
+    """
 
     NAME: str
     KERNELS: tuple[str, ...]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import math
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -19,6 +21,8 @@ SHORT_QUERY = 16  # packed query rows up to which "decode" splits the keys
 SPLIT_KEYS = 256  # at least so many keys a split
 BLOCKS_PER_MULTIPROCESSOR = 8  # that decode splits the keys for: the loads are narrow, so many must be under way
 MULTIPROCESSORS = 4  # in the simulator
+LARGEST_RESIDENT = 1 << 14  # bytes of an array that stays on the device between calls
+SUM_ELEMENTS = 1 << 18  # for the gradient of a broadcast bias
 
 
 def simulated() -> bool:
@@ -63,8 +67,11 @@ def unusable() -> str | None:
 def decline(problem: Problem, kernel: str) -> str | None:
     """Why this backend does not run this problem with this kernel, or None."""
     for name in ("score_mod", "mask_mod"):
-        if isinstance(getattr(problem, name), str):
-            return f"{name} is a CUDA expression; this backend compiles a Python callable on numbers"
+        given = getattr(problem, name)
+        if isinstance(given, str):
+            return f"{name} is a CUDA expression; this backend compiles a Python function on numbers"
+        if given is not None and not hasattr(given, "__code__"):
+            return f"{name} is a {type(given).__name__}; this backend compiles a Python function (def or lambda)"
     if max(problem.head_dim, problem.head_dim_v) > LARGEST_HEAD:
         return f"head sizes {problem.head_dim} and {problem.head_dim_v}; it goes up to {LARGEST_HEAD}"
     if problem.op == "backward":
@@ -91,7 +98,8 @@ def plan(problem: Problem, kernel: str) -> Plan:
     if simulated():
         tile = Tile(2, 2, 2, 4)
     elif problem.op == "backward":
-        tile = Tile(16, 16, 2, 2)
+        small = problem.compute_dtype == np.float32 and max(problem.head_dim, problem.head_dim_v) <= 128  # fits the registers
+        tile = Tile(16, 8, 4, 4) if small else Tile(16, 16, 2, 2)
     elif problem.compute_dtype == np.float64:
         tile = Tile(8, 8, 4, 4)
     elif kernel == "decode" or rows <= SHORT_QUERY:
@@ -105,7 +113,7 @@ def plan(problem: Problem, kernel: str) -> Plan:
     split_keys = max(1, -(-problem.seqlen_k // splits))
     splits = max(1, -(-problem.seqlen_k // split_keys)) if problem.seqlen_k else 1
     lse_elements = int(np.prod(problem.lse_shape))
-    workspace = splits * lse_elements * (problem.head_dim_v + 1) * problem.compute_dtype.itemsize if splits > 1 else 0
+    workspace = splits * lse_elements * (problem.head_dim_v + 2) * problem.compute_dtype.itemsize if splits > 1 else 0
     why = "keys split over the grid, then merged" if splits > 1 else "tiled online softmax in Numba CUDA, any GPU"
     return Plan(
         kernel=kernel, backend=NAME, reason=why, tile=(tile.m, tile.n), num_splits=splits, threads=tile.threads, workspace=workspace,
@@ -137,16 +145,7 @@ class Device:
 
         self.cuda, self.problem = cuda, problem
         self.copies: list[tuple[np.ndarray, Any]] = []  # the simulator's arrays are copies, brought back at the end
-        self.stream: Any = 0
-        if not simulated():
-            pointer = problem.stream
-            if pointer is None:
-                pointer = sys.modules["cupy"].cuda.get_current_stream().ptr
-            elif hasattr(pointer, "ptr"):
-                pointer = pointer.ptr
-            elif hasattr(pointer, "__cuda_stream__"):
-                pointer = pointer.__cuda_stream__()[1]
-            self.stream = cuda.external_stream(int(pointer))
+        self.stream: Any = 0 if simulated() else cuda.external_stream(sys.modules["cupy"].cuda.get_current_stream().ptr)
 
     def array(self, a: Any, ndim: int | None = None, write: bool = False) -> Any:
         """An ndarray as a device array; bfloat16 as its bits, axes of length 1 in front up to ``ndim``."""
@@ -162,8 +161,14 @@ class Device:
         return copy
 
     def host(self, a: np.ndarray) -> Any:
-        """A small host array, copied to the device."""
+        """A host array that another call may bring with other numbers, copied to the device."""
         return self.array(a if simulated() else sys.modules["cupy"].asarray(a))
+
+    def constant(self, a: np.ndarray) -> Any:
+        """A host array that the next calls bring again: copied to the device once, if it is small."""
+        if simulated() or a.nbytes > LARGEST_RESIDENT:
+            return self.host(a)
+        return _resident(a.tobytes(), a.dtype, a.shape, self.problem.q.device)
 
     def nothing(self, dtype: Any, ndim: int, length: int = 0) -> Any:
         """Stands for an option that the call does not have."""
@@ -180,17 +185,7 @@ class Device:
         if simulated():
             kernel[grid, threads](*args)
         else:
-            _compiled(kernel, tuple(self._type(a) for a in args))[grid, threads, self.stream](*args)
-
-    def _type(self, a: Any) -> Any:
-        from numba import types
-
-        if isinstance(a, tuple):
-            return types.BaseTuple.from_types([self._type(x) for x in a])
-        if hasattr(a, "copy_to_host"):
-            base = self.cuda.typeof(a) if hasattr(self.cuda, "typeof") else _typeof(a)
-            return types.Array(base.dtype, base.ndim, "A")
-        return _typeof(a)
+            _compiled(kernel, tuple(map(_kind, args)))[grid, threads, self.stream](*args)
 
     def finish(self) -> None:
         """Bring the simulator's results back."""
@@ -210,23 +205,41 @@ def _nothing(dtype: np.dtype, ndim: int, length: int, device: int) -> Any:
         return cuda.as_cuda_array(cupy.asarray(empty), sync=False)
 
 
-def _typeof(a: Any) -> Any:
-    from numba import types, typeof
+@functools.lru_cache(maxsize=256)
+def _resident(content: bytes, dtype: np.dtype, shape: tuple[int, ...], device: int) -> Any:
+    from numba import cuda
 
-    if isinstance(a, bool):
-        return types.boolean
-    if isinstance(a, int):
-        return types.int64
-    return typeof(a)
+    cupy = sys.modules["cupy"]
+    a = cupy.asarray(np.frombuffer(content, dtype).reshape(shape))
+    cupy.cuda.get_current_stream().synchronize()  # once: the next call may be on another stream
+    return cuda.as_cuda_array(a, sync=False)
 
 
-@functools.lru_cache(maxsize=None)
-def _compiled(kernel: Any, signature: tuple) -> Any:
+def _kind(a: Any) -> Any:
+    """What a kernel is compiled for: dtype and axes of an array, the type of a number; never strides or values."""
+    if isinstance(a, tuple):
+        return tuple(map(_kind, a))
+    return (a.dtype, a.ndim) if hasattr(a, "copy_to_host") else type(a)
+
+
+def _numba_type(kind: Any) -> Any:
+    from numba import types
+    from numba.np.numpy_support import from_dtype
+
+    if isinstance(kind, tuple):
+        if len(kind) == 2 and isinstance(kind[0], np.dtype):
+            return types.Array(from_dtype(kind[0]), kind[1], "A")
+        return types.BaseTuple.from_types([_numba_type(k) for k in kind])
+    return {bool: types.boolean, int: types.int64, float: types.float64}.get(kind) or from_dtype(np.dtype(kind))
+
+
+@functools.lru_cache(maxsize=1024)
+def _compiled(kernel: Any, kinds: tuple) -> Any:
     from numba import cuda, types
     from numba.core.errors import NumbaError
 
     try:
-        return cuda.jit(types.void(*signature))(kernel.py_func)
+        return cuda.jit(types.void(*map(_numba_type, kinds)))(kernel.py_func)
     except NumbaError as error:  # only what the user brought can fail: score_mod, mask_mod
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         raise NoBackendError(f"{NAME}: score_mod or mask_mod cannot be compiled for numbers on a GPU: {'; '.join(lines[:3])}") from error
@@ -247,7 +260,7 @@ def instance(problem: Problem, plan: Plan) -> Any:
 
 @functools.lru_cache(maxsize=256)
 def _modifier(function: Callable | None, arguments: str, names: tuple[str, ...]) -> Callable | None:
-    from .numba_cuda_logits import modifier
+    from .numba_cuda_modifiers import modifier
 
     return None if function is None else modifier(function, arguments, names)
 
@@ -267,15 +280,15 @@ def options(problem: Problem, device: Device) -> dict[str, Any]:
     slopes, sinks = problem.alibi_slopes, problem.sinks
     table = problem.page_table
     return {
-        "meta": device.host(meta),
+        "meta": device.host(meta) if problem.varlen or problem.kv_lengths is not None else device.constant(meta),
         "page_table": device.nothing(np.int64, 2) if table is None else device.host(table),
         "page_size": int(problem.page_size),
         "bias": device.nothing(np.float32, 4) if problem.bias is None else device.array(problem.bias.array),
         "mask": device.nothing(np.bool_, 4) if problem.mask is None else device.array(problem.mask.array),
         "mask_tail": problem.mask_is_tail,
-        "slopes": device.nothing(number, 2) if slopes is None else device.host(slopes.astype(number)),
-        "sinks": device.nothing(number, 1) if sinks is None else device.host(sinks.astype(number)),
-        "scale": device.host(scale),
+        "slopes": device.nothing(number, 2) if slopes is None else device.constant(slopes.astype(number)),
+        "sinks": device.nothing(number, 1) if sinks is None else device.constant(sinks.astype(number)),
+        "scale": device.constant(scale),
         "softcap": number(problem.softcap),
         "window_left": int(problem.window[0]),
         "window_right": int(problem.window[1]),
@@ -291,23 +304,49 @@ def _mod_arg(x: Any, device: Device) -> Any:
     return device.host(x) if isinstance(x, np.ndarray) else device.array(x)
 
 
+@contextlib.contextmanager
+def _place(problem: Problem) -> Iterator[None]:
+    """The arrays' device and the caller's stream as CuPy's current ones: scratch is taken and filled on that stream too."""
+    if simulated():
+        yield
+        return
+    cuda = sys.modules["cupy"].cuda
+    with cuda.Device(problem.q.device):
+        stream = problem.stream
+        if stream is None:
+            yield
+            return
+        with stream if hasattr(stream, "use") else cuda.Stream.from_external(stream if hasattr(stream, "__cuda_stream__") else _Raw(stream)):
+            yield
+
+
+class _Raw:
+    """A stream that came as a pointer, or as an object with ``ptr``, in the form that CuPy takes."""
+
+    def __init__(self, stream: Any):
+        self.pointer = int(getattr(stream, "ptr", stream))
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self.pointer
+
+
 def run(plan: Plan, problem: Problem) -> None:
     """Write problem.out, and problem.lse unless it is None."""
+    with _place(problem):
+        _forward(plan, problem)
+
+
+def _forward(plan: Plan, problem: Problem) -> None:
     from .numba_cuda_forward import combine_kernel, forward_kernel
 
     fixed, device, splits = instance(problem, plan), Device(problem), plan.num_splits
     tile, split_keys, m_blocks = plan.extra
     real = problem.compute_dtype
-    if problem.varlen:
-        _clear_slack(problem)
     out = device.array(problem.out.array, 4, write=True)
     lse = device.nothing(real, 3) if problem.lse is None else device.array(problem.lse.array, 3, write=True)
     q_rows = problem.q.shape[0] if problem.varlen else problem.seqlen_q
     batches = 1 if problem.varlen else problem.batch
-    partial_array = device.empty((splits if splits > 1 else 0, batches, problem.heads_q, q_rows, problem.head_dim_v + 1), real)
-    if splits > 1:
-        partial_array[...] = 0
-        partial_array[..., -1] = -np.inf  # rows of no sequence
+    partial_array = device.empty((splits if splits > 1 else 0, batches, problem.heads_q, q_rows, problem.head_dim_v + 2), real)
     partial = device.array(partial_array)
     o = options(problem, device)
     device.launch(
@@ -324,6 +363,8 @@ def run(plan: Plan, problem: Problem) -> None:
             combine_kernel(fixed), -(-total // 128), 128, partial, out, lse, sinks, q_rows, problem.heads_q, problem.head_dim_v, splits, total,
         )
     device.finish()
+    if problem.varlen:
+        _clear_slack(problem)
 
 
 def _clear_slack(problem: Problem) -> None:
@@ -336,7 +377,12 @@ def _clear_slack(problem: Problem) -> None:
 
 def run_backward(plan: Plan, problem: Problem) -> Gradients:
     """Gradients in canonical axis order, each in the dtype of what it belongs to."""
-    from .numba_cuda_backward import backward_kernel, delta_kernel
+    with _place(problem):
+        return _backward(plan, problem)
+
+
+def _backward(plan: Plan, problem: Problem) -> Gradients:
+    from .numba_cuda_backward import backward_kernel
 
     fixed, device, tile = instance(problem, plan), Device(problem), plan.extra[0]
     real = problem.compute_dtype
@@ -344,29 +390,24 @@ def run_backward(plan: Plan, problem: Problem) -> Gradients:
     zeros = sys.modules[problem.q.kind].zeros
     dq, dk, dv = (zeros(a.shape, a.dtype) for a in (problem.q, problem.k, problem.v))
     q_rows = problem.q.shape[0] if problem.varlen else problem.seqlen_q
-    batches = 1 if problem.varlen else problem.batch
-    delta_array = zeros((batches, problem.heads_q, q_rows), real)
-    lse = device.array(problem.lse.array, 3)
+    state_array = zeros((3, 1 if problem.varlen else problem.batch, problem.heads_q, q_rows), real)
+    state = device.array(state_array, write=True)
     dlse = device.nothing(real, 3) if problem.dlse is None else device.array(problem.dlse.array, 3)
     dout = device.array(problem.dout.array, 4)
-    delta = device.array(delta_array, write=True)
-    total = batches * q_rows * problem.heads_q
-    device.launch(
-        delta_kernel(fixed, storage), -(-total // 128), 128, device.array(problem.out.array, 4), dout, lse, dlse, delta, q_rows,
-        problem.heads_q, problem.head_dim_v, total,
-    )
-    dbias_kind, dbias_array = "", zeros((1, 1, 1, 1), real)
+    dbias_kind, dbias_array = "", zeros((1, 1, 1, 1, 1), real)
     if problem.bias is not None:
         shape = (1,) * (4 - len(problem.bias_shape)) + tuple(problem.bias_shape)
-        dbias_array = zeros(shape, real)
         dbias_kind = "store" if shape == problem.bias.shape else "add"
+        # Long sums: in float64, and in copies that are added at the end, which keeps digits and the atomic additions apart.
+        copies = max(1, min(1024, SUM_ELEMENTS // max(1, math.prod(shape)))) if dbias_kind == "add" else 1
+        dbias_array = zeros((copies, *shape), np.float64 if dbias_kind == "add" else real)
     o = options(problem, device)
     common = (
-        o["meta"], o["page_table"], o["page_size"], o["bias"], o["mask"], o["mask_tail"], o["slopes"], o["scale"], o["softcap"],
-        o["window_left"], o["window_right"], problem.heads_kv, problem.group_size, problem.head_dim, problem.head_dim_v,
+        o["meta"], o["page_table"], o["page_size"], o["bias"], o["mask"], o["mask_tail"], o["slopes"], o["sinks"], o["scale"],
+        o["softcap"], o["window_left"], o["window_right"], problem.heads_kv, problem.group_size, problem.head_dim, problem.head_dim_v,
     )
     q, k, v = (device.array(a.array, 4) for a in (problem.q, problem.k, problem.v))
-    for of_keys in (True, False):
+    for of_keys in (False, True):  # the rows' statistics come first
         extent, size = (problem.seqlen_k, tile.n) if of_keys else (problem.seqlen_q * problem.group_size, tile.m)
         tiles = -(-extent // size)
         grad_a = device.array(dk if of_keys else dq, 4, write=True)
@@ -374,20 +415,21 @@ def run_backward(plan: Plan, problem: Problem) -> Gradients:
         grad_bias = device.array(dbias_array, write=of_keys)
         device.launch(
             backward_kernel(fixed, storage, of_keys, dbias_kind if of_keys else ""), tiles * problem.batch * problem.heads_kv, tile.threads,
-            q, k, v, dout, lse, delta, grad_a, grad_v, grad_bias, *common, tiles, o["mods"],
+            q, k, v, dout, dlse, state, grad_a, grad_v, grad_bias, *common, tiles, o["mods"],
         )
     device.finish()
-    dbias = None if problem.bias is None else dbias_array.astype(problem.bias.dtype).reshape(problem.bias_shape)
+    dbias = None if problem.bias is None else dbias_array.sum(axis=0).astype(problem.bias.dtype).reshape(problem.bias_shape)
     dsinks = None
     if problem.sinks is not None:
-        dsinks = _sink_gradient(problem, delta_array, real)
+        dsinks = _sink_gradient(problem, state_array)
     return Gradients(dq, dk, dv, dbias, dsinks)
 
 
-def _sink_gradient(problem: Problem, delta: Any, real: np.dtype) -> Any:
-    """dsinks = -sum over rows of exp(sink - LSE) * delta: the sink is a logit whose value is 0."""
+def _sink_gradient(problem: Problem, state: Any) -> Any:
+    """dsinks = -sum over rows of the sink's weight * delta: the sink is a logit whose value is 0."""
     xp = sys.modules[problem.q.kind]
-    lse = problem.lse.array.reshape(delta.shape)
-    sinks = xp.asarray(problem.sinks, real)[None, :, None]
-    weight = xp.where(xp.isneginf(sinks), xp.asarray(0, real), xp.exp(sinks - lse))
-    return -(weight * delta).sum(axis=(0, 2))
+    end = state.shape[-1] if problem.cu_seqlens_q is None else int(problem.cu_seqlens_q[-1])
+    base, factor, delta = state[..., :end].astype(np.float64)
+    sinks = xp.asarray(problem.sinks, np.float64)[None, :, None]
+    weight = xp.where(xp.isneginf(sinks), 0.0, xp.exp(sinks - base) * factor)
+    return -(weight * delta).sum(axis=(0, 2)).astype(problem.compute_dtype)

@@ -1,7 +1,11 @@
 """The backward pass of the Numba CUDA fallback, by recomputation: nothing of size N x N is stored.
 
-Two kernels, so that no gradient of q, k or v needs an atomic addition and every run gives the same bits: one owns a tile of
-keys and walks over the queries (dk, dv, dbias), the other owns a tile of queries and walks over the keys (dq).
+Two kernels, so that no gradient of q, k or v needs an atomic addition and every run gives the same bits. The first owns a
+tile of queries and walks over the keys twice: for the maximum, the sum and delta of each row, then for dq. The second owns a
+tile of keys and walks over the queries (dk, dv, dbias).
+
+The statistics are taken anew, and not from the forward pass: exp(logit - LSE) is off by as much as the rounding of the LSE,
+which grows with the logits, and delta = rowsum(dO * O) by the rounding of O. Two products more out of seven is the price.
 """
 
 from __future__ import annotations
@@ -15,33 +19,6 @@ from numba import cuda, int64
 
 from .numba_cuda_forward import CHUNK
 from .numba_cuda_logits import Instance, logit_function, reader, slope_function, writer
-
-
-@functools.lru_cache(maxsize=None)
-def delta_kernel(instance: Instance, dout_storage: str) -> Any:
-    """delta = rowsum(dO * O) - dLSE of each query row and head: what softmax's gradient subtracts. One thread a row."""
-    num = instance.number
-    ZERO, INF = num(0), num(np.inf)
-    read_out, read_dout = reader(instance.out), reader(dout_storage)
-
-    @cuda.jit
-    def kernel(out, dout, lse, dlse, delta, rows, heads_q, head_dim_v, total):
-        e = cuda.grid(1)
-        if e >= total:
-            return
-        h = e % heads_q
-        e //= heads_q
-        row = e % rows
-        b = e // rows
-        x = ZERO
-        if lse[b, h, row] != -INF:  # a row without keys passes nothing on, whatever dO holds
-            for d in range(head_dim_v):
-                x += num(read_dout(dout[b, row, h, d])) * num(read_out(out[b, row, h, d]))
-            if dlse.shape[0] > 0:
-                x -= dlse[b, h, row]
-        delta[b, h, row] = x
-
-    return kernel
 
 
 @functools.lru_cache(maxsize=None)
@@ -62,6 +39,7 @@ def backward_kernel(instance: Instance, dout_storage: str, of_keys: bool, dbias:
     K_COLUMNS, V_COLUMNS = CHUNKS * RV, CHUNKS_V * RV
     ROWS_OWN = RK if of_keys else RM
     V_ROWS = RK if of_keys else 1
+    SWEEPS = 1 if of_keys else 2
     real, num = instance.real, instance.number
     INF, ZERO, ONE, HIDDEN, TWO = num(np.inf), num(0), num(1), num(-0.0), num(2)
     read, write = reader(instance.storage), writer(instance.storage)
@@ -69,7 +47,7 @@ def backward_kernel(instance: Instance, dout_storage: str, of_keys: bool, dbias:
     logit, slope = logit_function(instance), slope_function(instance)
 
     @cuda.jit
-    def kernel(q, k, v, dout, lse, delta, grad_a, grad_v, grad_bias, meta, page_table, page_size, bias, mask, mask_tail, slopes, scale,
+    def kernel(q, k, v, dout, dlse, state, grad_a, grad_v, grad_bias, meta, page_table, page_size, bias, mask, mask_tail, slopes, sinks, scale,
                softcap, window_left, window_right, heads_kv, group, head_dim, head_dim_v, tiles, mods):
         A_smem = cuda.shared.array((M, PITCH), real)  # [row][element]: a chunk of Q or dO
         B_smem = cuda.shared.array((N, PITCH), real)  # [key][element]: a chunk of K or V
@@ -79,6 +57,10 @@ def backward_kernel(instance: Instance, dout_storage: str, of_keys: bool, dbias:
         dp_rmem = cuda.local.array((RM, RN), real)
         ga_rmem = cuda.local.array((ROWS_OWN, K_COLUMNS), real)  # dK of own keys, or dQ of own rows
         gv_rmem = cuda.local.array((V_ROWS, V_COLUMNS), real)  # dV of own keys
+        part_rmem = cuda.local.array((ROWS_OWN, RV), real)  # one step's share of either: sums of sums keep more digits
+        base_rmem = cuda.local.array(RM, real)  # maximum of each row's logits,
+        factor_rmem = cuda.local.array(RM, real)  # one over the sum of exp(logit - maximum),
+        delta_rmem = cuda.local.array(RM, real)  # sum of P * dP, minus the gradient of the LSE
 
         t = cuda.threadIdx.x & 1023  # tells the compiler that no index made of it is negative
         ty = t // TX
@@ -123,8 +105,69 @@ def backward_kernel(instance: Instance, dout_storage: str, of_keys: bool, dbias:
             for c in range(V_COLUMNS):
                 gv_rmem[r, c] = ZERO
 
-        step = low
-        while step < high:
+        for r in range(RM):
+            base_rmem[r], factor_rmem[r], delta_rmem[r] = -INF, ZERO, ZERO
+        step, sweep = low, 0
+        while step < high or sweep < SWEEPS - 1:
+            if step >= high:  # between the sweeps: the threads of a row put together what each saw of its keys
+                for r in range(RM):
+                    P_smem[ty * RM + r, tx] = base_rmem[r]
+                cuda.syncthreads()
+                for r in range(RM):
+                    peak = -INF
+                    for c in range(TX):
+                        x = P_smem[ty * RM + r, c]
+                        if x > peak or x != x:
+                            peak = x
+                    shrink = ZERO
+                    if base_rmem[r] != -INF:
+                        shrink = num(math.exp(base_rmem[r] - peak))
+                    factor_rmem[r] *= shrink
+                    delta_rmem[r] *= shrink
+                    base_rmem[r] = peak
+                cuda.syncthreads()
+                for r in range(RM):
+                    P_smem[ty * RM + r, tx] = factor_rmem[r]
+                cuda.syncthreads()
+                for r in range(RM):
+                    factor_rmem[r] = ZERO
+                    for c in range(TX):
+                        factor_rmem[r] += P_smem[ty * RM + r, c]
+                cuda.syncthreads()
+                for r in range(RM):
+                    P_smem[ty * RM + r, tx] = delta_rmem[r]
+                cuda.syncthreads()
+                for r in range(RM):
+                    packed = first_row + ty * RM + r
+                    if packed < rows:
+                        row = packed // group
+                        h = head_kv * group + packed % group
+                        delta = ZERO
+                        for c in range(TX):
+                            delta += P_smem[ty * RM + r, c]
+                        base, total = base_rmem[r], factor_rmem[r]
+                        if sinks.shape[0] > 0 and sinks[h] != -INF:  # one more logit, whose value is 0
+                            shrink = ONE
+                            if sinks[h] > base:
+                                shrink = num(math.exp(base - sinks[h]))
+                                base = sinks[h]
+                            total = total * shrink + num(math.exp(sinks[h] - base))
+                            delta *= shrink
+                        inverse = ZERO
+                        if base != -INF:
+                            inverse = ONE / total
+                            delta *= inverse
+                        if dlse.shape[0] > 0:
+                            delta -= dlse[q_batch, h, q_begin + row]
+                        base_rmem[r], factor_rmem[r], delta_rmem[r] = base, inverse, delta
+                        if tx == 0:
+                            state[0, q_batch, h, q_begin + row] = base
+                            state[1, q_batch, h, q_begin + row] = inverse
+                            state[2, q_batch, h, q_begin + row] = delta
+                cuda.syncthreads()
+                step, sweep = low, 1
+                if step >= high:
+                    break
             if OF_KEYS:
                 first_row = step
             else:
@@ -185,19 +228,19 @@ def backward_kernel(instance: Instance, dout_storage: str, of_keys: bool, dbias:
                                 s_rmem[r, c] += x * y
                 cuda.syncthreads()
 
-            # P = exp(logit - LSE), and the gradient of the scaled scores, P * (dP - delta) through score_mod and softcap.
+            # P = exp(logit - maximum) / sum, and the gradient of the scaled scores, P * (dP - delta) through score_mod and softcap.
             for r in range(RM):
                 packed = first_row + ty * RM + r
                 row = packed // group
                 h = head_kv * group + packed % group
                 i = row + position
-                row_lse, row_delta = -INF, ZERO
-                if packed < rows:
-                    row_lse = lse[q_batch, h, q_begin + row]
-                    row_delta = delta[q_batch, h, q_begin + row]
+                if OF_KEYS and packed < rows:
+                    base_rmem[r] = state[0, q_batch, h, q_begin + row]
+                    factor_rmem[r] = state[1, q_batch, h, q_begin + row]
+                    delta_rmem[r] = state[2, q_batch, h, q_begin + row]
                 for c in range(RN):
                     j = first_key + tx + c * TX
-                    visible = row_lse != -INF and j >= kv_start and j < kv_length
+                    visible = packed < rows and j >= kv_start and j < kv_length
                     if window_left >= 0:
                         visible = visible and j >= i - window_left
                     if window_right >= 0:
@@ -208,22 +251,41 @@ def backward_kernel(instance: Instance, dout_storage: str, of_keys: bool, dbias:
                         if not SQDIST:
                             raw *= scale[0]
                         x = logit(raw, b, h, row, i, j, softcap, bias, slopes, mask, mask_shift, mods)
-                        if x != -INF:
-                            p = num(math.exp(x - row_lse))
+                        if sweep < SWEEPS - 1:
+                            if x != -INF:  # each thread keeps the statistics of the keys that it meets
+                                dp = dp_rmem[r, c]
+                                if x > base_rmem[r] or x != x:
+                                    shrink = ZERO
+                                    if base_rmem[r] != -INF:
+                                        shrink = num(math.exp(base_rmem[r] - x))
+                                    factor_rmem[r] = factor_rmem[r] * shrink + ONE
+                                    delta_rmem[r] = delta_rmem[r] * shrink + dp
+                                    base_rmem[r] = x
+                                else:
+                                    p = num(math.exp(x - base_rmem[r]))
+                                    factor_rmem[r] += p
+                                    delta_rmem[r] += p * dp
+                        elif x != -INF:
+                            p = num(math.exp(x - base_rmem[r])) * factor_rmem[r]
                             outer, through = slope(raw, b, h, row, i, j, softcap, bias, slopes, mods)
-                            ds = p * (dp_rmem[r, c] - row_delta)
+                            ds = p * (dp_rmem[r, c] - delta_rmem[r])
                             if WANT_DBIAS:
                                 if ADD_DBIAS:
-                                    cuda.atomic.add(grad_bias, (b * (grad_bias.shape[0] > 1), h * (grad_bias.shape[1] > 1),
-                                                                row * (grad_bias.shape[2] > 1), j * (grad_bias.shape[3] > 1)), ds * outer)
+                                    at_b, at_h = b * (grad_bias.shape[1] > 1), h * (grad_bias.shape[2] > 1)
+                                    at_row, at_j = row * (grad_bias.shape[3] > 1), j * (grad_bias.shape[4] > 1)
+                                    copy = (cuda.blockIdx.x * THREADS + t) % grad_bias.shape[0]
+                                    cuda.atomic.add(grad_bias, (copy, at_b, at_h, at_row, at_j), ds * outer)
                                 else:
-                                    grad_bias[b, h, row, j] = ds * outer
+                                    grad_bias[0, b, h, row, j] = ds * outer
                             ds = ds * through
                             if ds == ZERO:
                                 ds = ZERO  # a zero of a visible key must not look like the mark of an invisible one
                     s_rmem[r, c] = ds
                     P_smem[ty * RM + r, tx + c * TX] = p
             cuda.syncthreads()
+            if sweep < SWEEPS - 1:
+                step += N
+                continue
             dirty = dirty_smem[0] != 0
 
             if OF_KEYS:  # dV += P^T dO
@@ -239,12 +301,18 @@ def backward_kernel(instance: Instance, dout_storage: str, of_keys: bool, dbias:
                                 x = num(read_dout(dout[q_batch, q_begin + packed // group, head_kv * group + packed % group, base + d]))
                             A_smem[row, d] = x
                         cuda.syncthreads()
+                    for r in range(RK):
+                        for c in range(RV):
+                            part_rmem[r, c] = ZERO
                     for row in range(M):
                         for r in range(RK):
                             p = P_smem[row, ty * RK + r]
                             if not dirty or p != p or math.copysign(ONE, p) > ZERO:
                                 for c in range(RV):
-                                    gv_rmem[r, chunk * RV + c] += p * A_smem[row, tx + c * TX]
+                                    part_rmem[r, c] += p * A_smem[row, tx + c * TX]
+                    for r in range(RK):
+                        for c in range(RV):
+                            gv_rmem[r, chunk * RV + c] += part_rmem[r, c]
             cuda.syncthreads()
             for r in range(RM):
                 for c in range(RN):
@@ -273,6 +341,9 @@ def backward_kernel(instance: Instance, dout_storage: str, of_keys: bool, dbias:
                             x = read(k[k0, k1, head_kv, base + d])
                         B_smem[key, d] = x
                 cuda.syncthreads()
+                for r in range(ROWS_OWN):
+                    for c in range(RV):
+                        part_rmem[r, c] = ZERO
                 for inner in range(M if OF_KEYS else N):
                     for r in range(ROWS_OWN):
                         if OF_KEYS:
@@ -291,7 +362,10 @@ def backward_kernel(instance: Instance, dout_storage: str, of_keys: bool, dbias:
                                     y = A_smem[inner, d]
                                 else:
                                     y = B_smem[inner, d]
-                                ga_rmem[r, chunk * RV + c] += ds * y
+                                part_rmem[r, c] += ds * y
+                for r in range(ROWS_OWN):
+                    for c in range(RV):
+                        ga_rmem[r, chunk * RV + c] += part_rmem[r, c]
                 cuda.syncthreads()
             step += M if OF_KEYS else N
 

@@ -10,11 +10,11 @@ import math
 from typing import Any
 
 import numpy as np
-from numba import cuda, int64
+from numba import config, cuda, int64
 
 from .numba_cuda_logits import Instance, logit_function, reader, writer
 
-CHUNK = 64  # head elements that lie in shared memory at a time
+CHUNK = 4 if config.ENABLE_CUDASIM else 64  # head elements that lie in shared memory at a time; the simulator pays for each
 ROWS, HEADS = (1 << 62) - 1, (1 << 31) - 1  # "& ROWS" tells the compiler that an index is not negative (Python's x[-1])
 
 
@@ -36,7 +36,7 @@ def forward_kernel(instance: Instance) -> Any:
     PITCH, P_PITCH = CHUNK + 1, N + 1  # odd, so that a column lies in as many banks as it has rows
     SQDIST = instance.sqdist
     real, num = instance.real, instance.number
-    INF, ZERO, ONE, HIDDEN = num(np.inf), num(0), num(1), num(-0.0)
+    INF, ZERO, HALF, ONE, HIDDEN = num(np.inf), num(0), num(0.5), num(1), num(-0.0)
     read, write, logit = reader(instance.storage), writer(instance.out), logit_function(instance)
 
     @cuda.jit
@@ -230,37 +230,39 @@ def forward_kernel(instance: Instance) -> Any:
                     l_rmem[r] += row_smem[ty * RM + r, c]
             first_key += N
 
-        # Finish: divide by the sum. With splits, the sink waits for the merge.
+        # Finish: divide by the sum. With splits, the state as it is goes to the merge, where the sink joins.
         for r in range(RM):
             row = row_rmem[r]
             if row >= 0:
                 h = head_rmem[r]
-                m_end, l_end, factor = m_rmem[r], l_rmem[r], ONE
-                if splits == 1 and sinks.shape[0] > 0 and sinks[h] != -INF:
-                    if sinks[h] > m_end:
-                        factor = num(math.exp(m_end - sinks[h]))
-                        m_end = sinks[h]
-                    l_end = l_end * factor + num(math.exp(sinks[h] - m_end))
-                row_lse = -INF
-                inverse = ZERO
-                if m_end != -INF:
-                    row_lse = m_end + num(math.log(l_end))
-                    inverse = factor / l_end
-                    if not m_end < INF:  # +inf or NaN among the logits
-                        row_lse = INF - INF
-                        inverse = row_lse
-                if splits == 1:
+                inverse, factor = ONE, ONE
+                if splits > 1:
+                    if tx == 0:
+                        partial[split, q_batch, h, q_begin + row, head_dim_v] = m_rmem[r]
+                        partial[split, q_batch, h, q_begin + row, head_dim_v + 1] = l_rmem[r]
+                else:
+                    m_end, l_end, row_lse = m_rmem[r], l_rmem[r], -INF
+                    inverse = ZERO
+                    if sinks.shape[0] > 0 and sinks[h] != -INF:
+                        if sinks[h] > m_end:  # the root of the factor, applied twice: the factor itself may be too small a number
+                            factor = num(math.exp((m_end - sinks[h]) * HALF))
+                            m_end = sinks[h]
+                        l_end = l_end * factor * factor + num(math.exp(sinks[h] - m_end))
+                    if m_end != -INF:
+                        row_lse = m_end + num(math.log(l_end))
+                        inverse = factor / l_end
+                        if not m_end < INF:  # +inf or NaN among the logits
+                            row_lse = INF - INF
+                            inverse = row_lse
                     if tx == 0 and lse.shape[0] > 0:
                         lse[q_batch, h, q_begin + row] = row_lse
-                elif tx == 0:
-                    partial[split, q_batch, h, q_begin + row, head_dim_v] = row_lse
                 for c in range(COLUMNS):
                     d = c // RV * CHUNK + c % RV * TX + tx
                     if d < head_dim_v:
-                        if splits == 1:
-                            out[q_batch, q_begin + row, h, d] = write(o_rmem[r, c] * inverse)
+                        if splits > 1:
+                            partial[split, q_batch, h, q_begin + row, d] = o_rmem[r, c]
                         else:
-                            partial[split, q_batch, h, q_begin + row, d] = o_rmem[r, c] * inverse
+                            out[q_batch, q_begin + row, h, d] = write(o_rmem[r, c] * inverse * factor)
 
     return kernel
 
@@ -269,13 +271,13 @@ def forward_kernel(instance: Instance) -> Any:
 def combine_kernel(instance: Instance) -> Any:
     """Merge of the splits: one thread a row and output element; the sink joins here, once."""
     num = instance.number
-    INF, ZERO = num(np.inf), num(0)
+    INF, ZERO, HALF = num(np.inf), num(0), num(0.5)
     write = writer(instance.out)
 
     @cuda.jit
-    def kernel(partial, out, lse, sinks, rows, heads_q, head_dim_v, splits, total):
+    def kernel(partial, out, lse, sinks, rows, heads_q, head_dim_v, splits, elements):
         e = cuda.grid(1)
-        if e >= total:
+        if e >= elements:
             return
         d = e % head_dim_v
         e //= head_dim_v
@@ -287,23 +289,23 @@ def combine_kernel(instance: Instance) -> Any:
         if sinks.shape[0] > 0:
             peak = sinks[h]
         for s in range(splits):
-            x = partial[s, b, h, row, head_dim_v]
-            if x > peak or x != x:
-                peak = x
+            m = partial[s, b, h, row, head_dim_v]
+            if m > peak or m != m:
+                peak = m
         x = ZERO
-        weight_sum = ZERO
+        total = ZERO
         if peak != -INF:
             if sinks.shape[0] > 0:
-                weight_sum = num(math.exp(sinks[h] - peak))
+                total = num(math.exp(sinks[h] - peak))
             for s in range(splits):
-                part = partial[s, b, h, row, head_dim_v]
-                if part != -INF:
-                    weight = num(math.exp(part - peak))
-                    weight_sum += weight
-                    x += weight * partial[s, b, h, row, d]
-            x /= weight_sum
+                m = partial[s, b, h, row, head_dim_v]
+                if m != -INF:
+                    root = num(math.exp((m - peak) * HALF))  # applied twice: its square may be too small a number
+                    total += partial[s, b, h, row, head_dim_v + 1] * root * root
+                    x += partial[s, b, h, row, d] * root * root
+            x /= total
         out[b, row, h, d] = write(x)
         if d == 0 and lse.shape[0] > 0:
-            lse[b, h, row] = peak + num(math.log(weight_sum)) if peak != -INF else -INF
+            lse[b, h, row] = peak + num(math.log(total)) if peak != -INF else -INF
 
     return kernel

@@ -5,9 +5,7 @@ Forward and backward use the same device functions, so that they cannot disagree
 
 from __future__ import annotations
 
-import inspect
 import math
-import types
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -174,9 +172,9 @@ def slope_function(instance: Instance) -> Callable:
         outer = number(1)
         inner = number(1)
         if softcap > number(0):
-            t = number(math.tanh(x / softcap))
-            inner = number(1) - t * t
-            x = softcap * t
+            e = number(math.exp(number(-2) * abs(x / softcap)))
+            inner = number(4) * e / ((number(1) + e) * (number(1) + e))  # 1 - tanh^2 without the difference of two near numbers
+            x = softcap * number(math.tanh(x / softcap))
         if has_score_mod:
             if has_bias:
                 x += number(read_bias(bias[b, h, row, j]))
@@ -200,27 +198,3 @@ def _no_score_mod(s, b, h, i, j, mods):
 @cuda.jit(device=True)
 def _no_mask_mod(b, h, i, j, mods):
     return True
-
-
-def modifier(function: Callable, arguments: str, names: tuple[str, ...]) -> Callable:
-    """A user's score_mod or mask_mod as a device function that takes mod_args as one tuple.
-
-    ``arguments`` are the positional ones, "s, b, h, i, j" or "b, h, i, j"; ``names`` the keys of mod_args in the tuple's order.
-    """
-    own = list(inspect.signature(function).parameters)[arguments.count(",") + 1 :]
-    unknown = [n for n in own if n not in names] + [n for n in names if n not in own]
-    if unknown:
-        raise TypeError(f"{function.__name__}: {', '.join(unknown)} is not both a parameter and a name in mod_args")
-    extra = "".join(f", mods[{names.index(n)}]" for n in own)
-    scope = {"user": cuda.jit(device=True)(_positional(function))}
-    exec(f"def bound({arguments}, mods):\n    return user({arguments}{extra})\n", scope)  # the names are identifiers
-    return cuda.jit(device=True)(scope["bound"])
-
-
-def _positional(function: Callable) -> Callable:
-    """The same function with its keyword-only parameters as positional ones: device functions take no keywords."""
-    code = function.__code__
-    if not code.co_kwonlyargcount:
-        return function
-    code = code.replace(co_argcount=code.co_argcount + code.co_kwonlyargcount, co_kwonlyargcount=0)
-    return types.FunctionType(code, function.__globals__, function.__name__, None, function.__closure__)
