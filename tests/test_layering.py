@@ -24,6 +24,7 @@ ROOMS = (
     ("planner",),
     ("backends",),
     ("jit", "launch"),
+    ("compiled",),
     ("reference", "merge", "alibi", "tiles", "device", "host"),
     ("modifiers",),
     ("types",),
