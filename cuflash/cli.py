@@ -1,4 +1,4 @@
-"""python -m cuflash: what runs here and why, what works where, and what a call will cost."""
+"""python -m cuflash: what runs here and why, what works where, what a call will cost, and the compiled kernels."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import json
 import os
 import platform
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import numpy as np
 
 import cuflash
 
-from . import host
+from . import compiled, host, jit
 
 PACKAGES = (
     "numpy", "numba", "llvmlite", "scipy", "threadpoolctl", "ml_dtypes", "platformdirs",
@@ -34,7 +35,7 @@ NEEDS = {
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one command; returns the exit status, 2 for a wrong argument."""
+    """Run one command; returns the exit status: 2 for a wrong argument, 1 for kernels that do not compile or cannot be kept."""
     parser = build_parser()
     arguments = parser.parse_args(argv)
     try:
@@ -44,6 +45,9 @@ def main(argv: list[str] | None = None) -> int:
     except (TypeError, ValueError, NotImplementedError, cuflash.NoBackendError) as error:
         print(f"{parser.prog}: error: {error}", file=sys.stderr)
         return 2
+    except (jit.JitError, OSError) as error:
+        print(f"{parser.prog}: error: {error}", file=sys.stderr)
+        return 1
     return 0
 
 
@@ -72,6 +76,22 @@ def build_parser() -> argparse.ArgumentParser:
     explain.add_argument("--dtype", default="float32", choices=("float16", "bfloat16", "float32", "float64"), help="of q, k and v")
     explain.add_argument("--causal", action="store_true", help="no query sees a later key")
     explain.set_defaults(command=explain_command)
+
+    precompile = commands.add_parser("precompile", help="compile the CUDA kernels into the cache; needs no GPU")
+    precompile.add_argument(
+        "--arch", type=archs, metavar="A,B", help="architectures such as sm_90a,sm_80 (default: those of this machine's GPUs)"
+    )
+    precompile.add_argument("--jobs", type=positive, default=None, metavar="N", help="compile N at a time (default: all cores)")
+    precompile.set_defaults(command=precompile_command)
+
+    cache = commands.add_parser("cache", help="the compiled kernels on disk, of GPU and CPU")
+    actions = cache.add_subparsers(required=True, metavar="action")
+    for name, meaning, command in (
+        ("list", "size, date and name of each file", cache_list),
+        ("clear", "remove them all, saying which; they compile again when needed", cache_clear),
+        ("path", "the directory; CUFLASH_CACHE_DIR chooses another", lambda _: str(host.cache_directory())),
+    ):
+        actions.add_parser(name, help=meaning).set_defaults(command=command)
     return parser
 
 
@@ -84,6 +104,14 @@ def positive(text: str) -> int:
     if value < 1:
         raise argparse.ArgumentTypeError(f"got {text!r}; it must be a whole number of at least 1")
     return value
+
+
+def archs(text: str) -> list[str]:
+    """Architectures, separated by commas."""
+    try:
+        return [jit.exact(name.strip()) for name in text.split(",")]
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def load_support() -> Any:
@@ -175,3 +203,58 @@ def format_info(info: dict[str, Any]) -> str:
             if state.get("mend"):
                 lines.append(f"  {'':<11} to mend it: {state['mend']}")
     return "\n".join(lines)
+
+
+# ---- compiled kernels ------------------------------------------------------------------------------------------------
+
+
+def precompile_command(arguments: argparse.Namespace) -> str:
+    """Compile every kernel of the cuda backend for the architectures asked for; one line for each as it is ready."""
+    from . import backends
+    from .backends.cpu_threads import thread_count
+
+    backend: Any = backends.load("cuda")
+    if isinstance(backend, str):
+        raise cuflash.NoBackendError(f"there are no CUDA kernels to compile: {backend}")
+    names = dict.fromkeys(arguments.arch or local_archs())
+    instances = [(source, arch) for arch in names for source in backend.instances(arch)]
+    counts = {"compiled": 0, "cached": 0, "not kept": 0}
+    for source, arch, what, seconds in jit.precompile(instances, arguments.jobs or thread_count()):
+        counts[what] += 1
+        print(f"[{sum(counts.values())}/{len(instances)}] {source.name} {arch} {seconds:.2f} s {what}", flush=True)
+    if counts["not kept"]:
+        raise OSError(f"{counts['not kept']} kernels could not be kept in {compiled.directory()}")
+    return f"{counts['compiled']} compiled, {counts['cached']} there before, in {compiled.directory()}"
+
+
+def local_archs() -> list[str]:
+    """Architectures of the GPUs of this machine."""
+    from . import device
+
+    try:
+        import cupy
+
+        found = [device.actual(ordinal).arch for ordinal in range(cupy.cuda.runtime.getDeviceCount())]
+    except Exception as error:  # no CuPy, no driver, no device: many kinds
+        raise ValueError(f"no GPU is found here ({error}); --arch must say for which one to compile, such as sm_90a") from error
+    return found
+
+
+def cache_list(_: argparse.Namespace) -> str:
+    """Size, date and name of each file, and the sum."""
+    lines, total, count = [], 0, 0
+    for path in compiled.entries():
+        try:
+            status = path.stat()
+        except FileNotFoundError:  # another process has just removed it
+            continue
+        date = time.strftime("%Y-%m-%d %H:%M", time.localtime(status.st_mtime))
+        lines.append(f"{status.st_size:>11,}  {date}  {path.relative_to(host.cache_directory())}")
+        total, count = total + status.st_size, count + 1
+    return "\n".join([*lines, f"{total:>11,}  bytes, files: {count}, in {host.cache_directory()}"])
+
+
+def cache_clear(_: argparse.Namespace) -> str:
+    """Remove them; asks nothing."""
+    lines = [f"removed {path}" for path in compiled.clear()]
+    return "\n".join([*lines, f"files removed: {len(lines)}, from {host.cache_directory()}"])

@@ -36,7 +36,7 @@ def load(file: str, key: str) -> bytes | None:
     path = directory() / file
     try:
         stored = path.read_bytes()
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
         _warn("read", f"cannot read the compiled kernel {path} ({error}); compiling it again")

@@ -148,7 +148,8 @@ def _nvrtc() -> Any:
 
         nvrtc.getVersion()
     except Exception as error:  # noqa: BLE001  CuPy raises ImportError, RuntimeError and others here
-        what = "NVRTC, CUDA's run-time compiler, cannot be loaded" if importlib.util.find_spec("cupy") else "CuPy is not installed"
+        installed = importlib.util.find_spec("cupy") is not None
+        what = "NVRTC, CUDA's run-time compiler, cannot be loaded" if installed else "CuPy is not installed"
         raise JitError(f"{what}; {_extra()} brings it ({_first_line(error)})") from error
     return nvrtc
 
@@ -176,12 +177,17 @@ def nvrtc_version() -> str:
         claimed = importlib.metadata.version("nvidia-cuda-nvrtc" if major >= 13 else f"nvidia-cuda-nvrtc-cu{major}")
     except Exception:  # noqa: BLE001  no such wheel: NVRTC of a toolkit or of conda, or none
         claimed = ""
-    return claimed or "%d.%d" % _nvrtc().getVersion()
+    return claimed or _loaded_version(_nvrtc())
+
+
+def _loaded_version(nvrtc: Any) -> str:
+    major, minor = nvrtc.getVersion()
+    return f"{major}.{minor}"
 
 
 def _true_version(nvrtc: Any, claimed: str) -> str:
     """The claimed version unless the loaded library is another one (a process may have loaded its own before)."""
-    loaded = "%d.%d" % nvrtc.getVersion()
+    loaded = _loaded_version(nvrtc)
     return claimed if claimed.split(".")[:2] == loaded.split(".") else loaded
 
 
@@ -253,8 +259,8 @@ def key(text: str, options: tuple[str, ...], headers: dict[str, Path], version: 
     return hashlib.sha256(json.dumps(everything).encode()).hexdigest()
 
 
-def cubin(source: Source, arch: str, as_arch: str | None = None) -> tuple[bytes, bool]:
-    """The kernel's cubin from the cache, else compiled and kept; and whether it was compiled.
+def cubin(source: Source, arch: str, as_arch: str | None = None) -> tuple[bytes, str]:
+    """The kernel's cubin from the cache, else compiled and kept; and which it was: "cached", "compiled", or "not kept".
 
     However many threads ask for one kernel, one of them compiles it; different kernels compile at the same time. Processes
     that start at the same time may compile a kernel each; either file is complete and good.
@@ -274,12 +280,13 @@ def cubin(source: Source, arch: str, as_arch: str | None = None) -> tuple[bytes,
                 found = _find(source.name, arch, digest)
         if found is not None:
             _report(f"{source.name} {arch} {1000 * (time.perf_counter() - started):.1f} ms cached")
-            return found, False
+            return found, "cached"
         made, _ = _compile(source.name, text, all_options, headers)
         _report(f"{source.name} {arch} {1000 * (time.perf_counter() - started):.0f} ms compiled")
-        if not compiled.store(_file(source.name, arch, digest), digest, made):
-            _in_memory[digest] = made
-        return made, True
+        if compiled.store(_file(source.name, arch, digest), digest, made):
+            return made, "compiled"
+        _in_memory[digest] = made
+        return made, "not kept"
 
 
 def _file(name: str, arch: str, digest: str) -> str:
@@ -301,19 +308,19 @@ def _first_line(error: BaseException) -> str:
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
-def precompile(instances: Iterable[tuple[Source, str]], jobs: int = 1) -> Iterator[tuple[Source, str, bool, float]]:
+def precompile(instances: Iterable[tuple[Source, str]], jobs: int = 1) -> Iterator[tuple[Source, str, str, float]]:
     """Put kernels into the cache, ``jobs`` at a time; needs no GPU.
 
     Yields
     ------
-    source, arch, compiled, seconds
-        In the order in which they are ready; ``compiled`` is False for those that were there.
+    source, arch, what, seconds
+        In the order in which they are ready; ``what`` as ``cubin`` says it.
     """
 
-    def one(source: Source, arch: str) -> tuple[Source, str, bool, float]:
+    def one(source: Source, arch: str) -> tuple[Source, str, str, float]:
         started = time.perf_counter()
-        _, fresh = cubin(source, arch)
-        return source, arch, fresh, time.perf_counter() - started
+        _, what = cubin(source, arch)
+        return source, arch, what, time.perf_counter() - started
 
     with concurrent.futures.ThreadPoolExecutor(jobs) as pool:  # NVRTC runs outside the interpreter's lock
         tasks = [pool.submit(one, source, arch) for source, arch in instances]
