@@ -1,0 +1,125 @@
+"""Tile tables of the raw CUDA kernels, per architecture and head size: data, and the choice of the first that fits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from .device import DeviceInfo
+
+HEAD_CLASSES = (32, 64, 96, 128, 192, 256)  # a head size is padded to the next one, inside the kernel
+LARGEST_HEAD = HEAD_CLASSES[-1]
+RESERVED_SHARED_MEMORY = 1024  # bytes that the driver takes of each resident block, from compute capability 8.0
+
+
+class Tile(NamedTuple):
+    """How a block of prefill_fa2 works.
+
+    Attributes
+    ----------
+    m, n : int
+        Query rows of the block, keys of a step.
+    warps : int
+        They share the rows; 32 rows a warp halve the traffic of shared memory against 16.
+    stages : int
+        Tiles of K and of V in shared memory. 2: the next tile is loaded during a whole step, with one barrier a step.
+        1: K is loaded while V is used and the other way round.
+    resident : int
+        Blocks that shall fit a multiprocessor together; it bounds the registers.
+    q_registers : bool
+        Keep the queries in registers instead of reading them from shared memory in every step.
+    """
+
+    m: int
+    n: int
+    warps: int
+    stages: int
+    resident: int
+    q_registers: bool = False
+
+    @property
+    def threads(self) -> int:
+        return 32 * self.warps
+
+    def shared_memory(self, d: int, dv: int, out_itemsize: int = 2) -> int:
+        """Bytes of dynamic shared memory for padded head sizes; PrefillFa2::SMEM_BYTES counts the same."""
+        pipeline = 2 * (self.m * d + self.stages * self.n * (d + dv))
+        staging = 2 * self.m * dv if out_itemsize == 2 else 0
+        return max(pipeline, staging)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Tiles in order of preference, without and with a band mask (causal, window)."""
+
+    full: tuple[Tile, ...]
+    band: tuple[Tile, ...]
+
+
+def _both(*tiles: Tile) -> Choice:
+    return Choice(tiles, tiles)
+
+
+# For the larger of the two padded head sizes. The comment gives shared memory at D = Dv, and blocks a multiprocessor.
+PREFILL_FA2: dict[str, dict[int, Choice]] = {
+    # 227 KiB a block, 228 a multiprocessor
+    "sm_90": {
+        32: _both(Tile(128, 64, 4, 2, 2)),  # 24 KiB, 2
+        64: _both(Tile(128, 64, 4, 2, 2)),  # 48 KiB, 2
+        96: _both(Tile(128, 64, 4, 2, 2)),  # 72 KiB, 2
+        128: _both(Tile(128, 64, 4, 2, 2)),  # 96 KiB, 2
+        192: _both(Tile(128, 64, 8, 2, 1)),  # 144 KiB, 1
+        256: _both(Tile(128, 64, 8, 2, 1)),  # 192 KiB, 1
+    },
+    # 163 KiB a block, 164 a multiprocessor
+    "sm_80": {
+        32: _both(Tile(128, 64, 4, 2, 2)),
+        64: _both(Tile(128, 64, 4, 2, 2)),  # 48 KiB, 2
+        96: _both(Tile(128, 64, 4, 2, 2)),  # 72 KiB, 2
+        128: _both(Tile(128, 64, 4, 1, 2)),  # 64 KiB, 2
+        192: _both(Tile(128, 64, 8, 2, 1)),  # 144 KiB, 1
+        256: _both(Tile(128, 64, 8, 1, 1)),  # 128 KiB, 1
+    },
+    # 99 KiB a block, 100 a multiprocessor
+    "sm_86": {
+        32: _both(Tile(128, 64, 4, 2, 2)),
+        64: _both(Tile(128, 64, 4, 2, 2)),  # 48 KiB, 2
+        96: _both(Tile(128, 64, 4, 1, 2)),  # 48 KiB, 2
+        128: _both(Tile(128, 32, 4, 1, 2)),  # 48 KiB, 2
+        192: _both(Tile(64, 64, 4, 1, 1)),  # 72 KiB, 1
+        256: _both(Tile(64, 64, 4, 1, 1)),  # 96 KiB, 1
+    },
+    # 64 KiB a block and a multiprocessor
+    "sm_75": {
+        32: _both(Tile(128, 64, 4, 1, 2)),
+        64: _both(Tile(128, 64, 4, 1, 2)),  # 32 KiB, 2
+        96: _both(Tile(128, 64, 4, 1, 1)),  # 48 KiB, 1
+        128: _both(Tile(64, 32, 4, 1, 2)),  # 32 KiB, 2
+        192: _both(Tile(64, 32, 4, 1, 1)),  # 48 KiB, 1
+        256: _both(Tile(64, 32, 4, 1, 1)),  # 64 KiB, 1
+    },
+}
+
+
+def family(info: DeviceInfo) -> str:
+    """Row of the table: by shared memory, which is what tells the generations apart for this kernel."""
+    if info.cc < (8, 0):
+        return "sm_75"
+    for name, least in (("sm_90", 227), ("sm_80", 163)):
+        if info.shared_memory_block >= least * 1024:
+            return name
+    return "sm_86"
+
+
+def head_class(size: int) -> int:
+    """The padded head size, at least 1 and at most LARGEST_HEAD before."""
+    return next(c for c in HEAD_CLASSES if size <= c)
+
+
+def prefill_fa2(d: int, dv: int, band: bool, out_itemsize: int, info: DeviceInfo) -> Tile | None:
+    """The first tile of the table whose shared memory fits the device, for padded head sizes; None if none does."""
+    choice = PREFILL_FA2[family(info)][max(d, dv)]
+    for tile in choice.band if band else choice.full:
+        if tile.shared_memory(d, dv, out_itemsize) <= info.shared_memory_block:
+            return tile
+    return None

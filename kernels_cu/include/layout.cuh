@@ -1,0 +1,88 @@
+// Tiles of 16-bit numbers: how they lie in shared memory, and how they get there from arrays of any strides.
+#include "include/params.cuh"
+#include "include/ptx.cuh"
+
+// COLUMNS numbers a row, in blocks of 64 (or 32) columns; a block is [ROWS][BLOCK], so its rows have 128 (or 64) bytes. Within a
+// row, the 16-byte chunk c lies at place c ^ swizzle(row): the 8 rows of an ldmatrix, like 8 lanes that store one row, then
+// touch all 32 banks once. The place must begin at a multiple of 128 bytes.
+template <int ROWS_, int COLUMNS> struct SmemTile {
+    static constexpr int ROWS = ROWS_;
+    static constexpr int BLOCK = COLUMNS % 64 == 0 ? 64 : 32;
+    static constexpr int BLOCKS = COLUMNS / BLOCK;
+    static constexpr int CHUNKS = BLOCK / 8;
+    static constexpr int ROW_BYTES = 2 * BLOCK;
+    static constexpr int BLOCK_BYTES = ROWS * ROW_BYTES;
+    static constexpr int BYTES = BLOCKS * BLOCK_BYTES;
+    static_assert(COLUMNS % 32 == 0 && ROWS % 16 == 0, "tiles are whole fragments");
+
+    // Byte offset of a chunk of the first block.
+    static __device__ __forceinline__ u32 offset(int row, int chunk) {
+        const int swizzle = BLOCK == 64 ? row & 7 : (row >> 1) & 3;
+        return row * ROW_BYTES + ((chunk ^ swizzle) << 4);
+    }
+
+    // Address of the 16 x 16 fragment at (16 * row16, 16 * column16), given that of the fragment at (0, 0).
+    static __device__ __forceinline__ u32 fragment(u32 first, int row16, int column16) {
+        constexpr int PER_BLOCK = BLOCK / 16;
+        return (first ^ ((column16 % PER_BLOCK) << 5)) + (column16 / PER_BLOCK) * BLOCK_BYTES + row16 * 16 * ROW_BYTES;
+    }
+};
+
+// Copies tiles of rows of one (batch, head) into shared memory; what lies outside the array becomes 0.
+// LOAD: bytes of one copy. 16, 8, 4: columns are contiguous, addresses and the head size are multiples of it. 2: any strides.
+template <class Tile, int THREADS, int LOAD> struct TileLoader {
+    static constexpr int PASS = THREADS / Tile::CHUNKS;  // rows that the threads cover at a time
+    static constexpr int PASSES = (Tile::ROWS + PASS - 1) / PASS;
+    static_assert(PASS % 8 == 0, "the swizzle of a thread's rows must not change");
+
+    const u16* first_gmem;  // row 0, column 0
+    i64 row_stride, column_stride;
+    int columns;
+    int row, chunk;  // of this thread in the first pass
+
+    __device__ __forceinline__ TileLoader(const void* base, const Strides& s, i64 batch, i64 first_row, i64 head, int columns, int thread)
+        : first_gmem(static_cast<const u16*>(base) + batch * s.batch + first_row * s.row + head * s.head),
+          row_stride(s.row), column_stride(s.column), columns(columns), row(thread / Tile::CHUNKS), chunk(thread % Tile::CHUNKS) {}
+
+    // Rows tile_row, tile_row + 1, ... of the array; only those in [begin, end) are read.
+    __device__ __forceinline__ void load(u32 tile_smem, int tile_row, int begin, int end) const {
+        if (LOAD == 16 && tile_row >= begin && tile_row + Tile::ROWS <= end) copy<true>(tile_smem, tile_row, begin, end);
+        else copy<false>(tile_smem, tile_row, begin, end);
+    }
+
+  private:
+    template <bool WHOLE> __device__ __forceinline__ void copy(u32 tile_smem, int tile_row, int begin, int end) const {
+        const u32 dst = tile_smem + Tile::offset(row, chunk);
+        const u16* src = first_gmem + (tile_row + row) * row_stride;
+        if constexpr (LOAD > 2) src += chunk * 8;
+#pragma unroll
+        for (int pass = 0; pass < PASSES; ++pass, src += PASS * row_stride) {
+            if (Tile::ROWS % PASS != 0 && pass * PASS + row >= Tile::ROWS) break;
+            const int r = tile_row + pass * PASS + row;
+            const bool row_here = WHOLE || (r >= begin && r < end);
+#pragma unroll
+            for (int block = 0; block < Tile::BLOCKS; ++block) {
+                const int column = block * Tile::BLOCK + chunk * 8;
+                const u32 to = dst + pass * PASS * Tile::ROW_BYTES + block * Tile::BLOCK_BYTES;
+                if constexpr (LOAD == 16) {
+                    // Only the last block can be part padding: the head-size classes of tiles.py see to that.
+                    if (WHOLE && block + 1 < Tile::BLOCKS) copy_16(to, src + block * Tile::BLOCK);
+                    else copy_or_zero<16>(to, src + block * Tile::BLOCK, row_here && column < columns);
+                } else if constexpr (LOAD > 2) {
+#pragma unroll
+                    for (int i = 0; i < 8; i += LOAD / 2)
+                        copy_or_zero<LOAD>(to + 2 * i, src + block * Tile::BLOCK + i, row_here && column + i < columns);
+                } else {
+                    store_smem(to, gather(src, column, row_here));
+                }
+            }
+        }
+    }
+
+    __device__ __forceinline__ uint4 gather(const u16* src, int column, bool row_here) const {
+        u32 x[8];
+#pragma unroll
+        for (int i = 0; i < 8; ++i) x[i] = row_here && column + i < columns ? u32(src[(column + i) * column_stride]) : 0u;
+        return make_uint4(x[0] | x[1] << 16, x[2] | x[3] << 16, x[4] | x[5] << 16, x[6] | x[7] << 16);
+    }
+};

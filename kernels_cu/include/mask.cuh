@@ -1,0 +1,61 @@
+// Which keys a query row sees: functions of (query position i, key j), the same for every kernel.
+#include "include/schedule.cuh"
+
+// Compile-time kinds, combined by |.
+constexpr int MASK_LENGTH = 0;  // only kv_start <= j < kv_length
+constexpr int MASK_BAND = 1;    // and i - left <= j <= i + right: causal and windows
+
+struct KeyRange {
+    int begin, end;  // begin <= j < end
+
+    __device__ __forceinline__ bool empty() const { return end <= begin; }
+};
+
+template <int MASK> struct Visibility {
+    int begin, end;   // keys of the sequence
+    int left, right;
+
+    __device__ __forceinline__ Visibility(const PrefillParams& p, const Sequence& s)
+        : begin(s.kv_start), end(s.kv_length), left(p.window_left), right(p.window_right) {}
+
+    // Keys that any of the positions first..last may see.
+    __device__ __forceinline__ KeyRange of_any(int first, int last) const {
+        if constexpr (MASK & MASK_BAND) return {max(begin, first - left), min(end, last + right + 1)};
+        return {begin, end};
+    }
+
+    // Keys that each of the positions first..last sees.
+    __device__ __forceinline__ KeyRange of_all(int first, int last) const {
+        if constexpr (MASK & MASK_BAND) return {max(begin, last - left), min(end, first + right + 1)};
+        return {begin, end};
+    }
+
+    // Whether some row sees some of the keys first_key..end_key - 1, which are among those that the rows' block may see.
+    __device__ __forceinline__ bool some(int first, int last, int first_key, int end_key) const {
+        if constexpr (MASK & MASK_BAND) return first - left < end_key && last + right >= first_key;
+        return true;
+    }
+
+    // Whether all rows see all of them.
+    __device__ __forceinline__ bool all(int first, int last, int first_key, int end_key) const {
+        const KeyRange whole = of_all(first, last);
+        return whole.begin <= first_key && end_key <= whole.end;
+    }
+};
+
+// -inf in the scores of a warp that are invisible. Lane l holds, of 16 x 8 tile (mt, nt), rows 16 mt + l / 4 (+ 8) and columns
+// 8 nt + 2 (l % 4) (+ 1); `position` is that of row l / 4 of the first tile, `key` that of column 2 (l % 4).
+template <int MASK, int MT, int NT>
+__device__ __forceinline__ void apply_mask(float (&s)[MT][NT][4], const Visibility<MASK>& visible, int position, int key) {
+#pragma unroll
+    for (int row = 0; row < 2 * MT; ++row) {
+        const int i = position + 8 * row;
+        const KeyRange range = visible.of_all(i, i);
+        const int count = max(range.end - range.begin, 0), first = key - range.begin;
+#pragma unroll
+        for (int nt = 0; nt < NT; ++nt)
+#pragma unroll
+            for (int c = 0; c < 2; ++c)
+                if (u32(first + 8 * nt + c) >= u32(count)) s[row / 2][nt][row % 2 * 2 + c] = -infinity();
+    }
+}

@@ -1,0 +1,114 @@
+// One wrapper per PTX instruction that C++ has no word for. Shared-memory addresses are 32-bit.
+#include "include/types.cuh"
+
+__device__ __forceinline__ u32 smem_address(const void* p) { return static_cast<u32>(__cvta_generic_to_shared(p)); }
+
+// blockIdx.x and threadIdx.x read anew: what is derived from them need not stay in registers meanwhile.
+__device__ __forceinline__ u32 block_index() {
+    u32 x;
+    asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(x));
+    return x;
+}
+
+__device__ __forceinline__ int thread_index() {
+    int x;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(x));
+    return x;
+}
+
+// ---- copies from global to shared memory: asynchronous from sm_80 on ----------------------------------------------------
+
+// BYTES (4, 8 or 16) bytes, or as many zeros where `keep` is false; then nothing is read.
+template <int BYTES> __device__ __forceinline__ void copy_or_zero(u32 dst_smem, const void* src_gmem, bool keep) {
+#if CUFLASH_ARCH >= 800
+    const int bytes = keep ? BYTES : 0;
+    if constexpr (BYTES == 16)
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(dst_smem), "l"(src_gmem), "r"(bytes) : "memory");
+    else
+        asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(dst_smem), "l"(src_gmem), "n"(BYTES), "r"(bytes) : "memory");
+#else
+    u32 x[BYTES / 4] = {};
+    if (keep) {
+        if constexpr (BYTES == 16)
+            asm volatile("ld.global.nc.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "l"(src_gmem));
+        else if constexpr (BYTES == 8)
+            asm volatile("ld.global.nc.v2.b32 {%0, %1}, [%2];" : "=r"(x[0]), "=r"(x[1]) : "l"(src_gmem));
+        else
+            asm volatile("ld.global.nc.b32 %0, [%1];" : "=r"(x[0]) : "l"(src_gmem));
+    }
+    if constexpr (BYTES == 16)
+        asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(dst_smem), "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3]) : "memory");
+    else if constexpr (BYTES == 8)
+        asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(dst_smem), "r"(x[0]), "r"(x[1]) : "memory");
+    else
+        asm volatile("st.shared.b32 [%0], %1;" ::"r"(dst_smem), "r"(x[0]) : "memory");
+#endif
+}
+
+__device__ __forceinline__ void copy_16(u32 dst_smem, const void* src_gmem) {
+#if CUFLASH_ARCH >= 800
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(dst_smem), "l"(src_gmem) : "memory");
+#else
+    copy_or_zero<16>(dst_smem, src_gmem, true);
+#endif
+}
+
+__device__ __forceinline__ void copies_commit() {
+#if CUFLASH_ARCH >= 800
+    asm volatile("cp.async.commit_group;" ::: "memory");
+#endif
+}
+
+// Wait until at most N of this thread's groups are under way.
+template <int N> __device__ __forceinline__ void copies_wait() {
+#if CUFLASH_ARCH >= 800
+    asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
+#endif
+}
+
+// ---- shared memory <-> registers ----------------------------------------------------------------------------------------
+
+// Four 8x8 matrices of 16-bit numbers; lane l gives the address of row l % 8 of matrix l / 8.
+__device__ __forceinline__ void ldmatrix_x4(u32 (&d)[4], u32 smem) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3]) : "r"(smem) : "memory");
+}
+
+__device__ __forceinline__ void ldmatrix_x4_transposed(u32 (&d)[4], u32 smem) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3]) : "r"(smem) : "memory");
+}
+
+__device__ __forceinline__ void store_smem(u32 smem, u32 x) { asm volatile("st.shared.b32 [%0], %1;" ::"r"(smem), "r"(x) : "memory"); }
+
+__device__ __forceinline__ void store_smem(u32 smem, uint4 x) {
+    asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(smem), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w) : "memory");
+}
+
+__device__ __forceinline__ uint4 load_smem_16(u32 smem) {
+    uint4 x;
+    asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "r"(smem) : "memory");
+    return x;
+}
+
+__device__ __forceinline__ u32 load_smem_4(u32 smem) {
+    u32 x;
+    asm volatile("ld.shared.b32 %0, [%1];" : "=r"(x) : "r"(smem) : "memory");
+    return x;
+}
+
+// ---- arithmetic: one instruction each, whatever -ftz says ---------------------------------------------------------------
+
+__device__ __forceinline__ float exp2_fast(float x) {  // 2 ulp; results below 2^-126 are 0
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+__device__ __forceinline__ float reciprocal_fast(float x) {
+    float y;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+template <int LANES> __device__ __forceinline__ float shuffle_xor(float x) { return __shfl_xor_sync(0xffffffffu, x, LANES); }

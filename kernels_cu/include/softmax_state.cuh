@@ -1,0 +1,82 @@
+// Online softmax of the rows that a lane holds a share of: an algebra of init, update, merge and finish.
+//
+// A state stands for weights 2^(x - reference) of logits x in log2 units: their sum, and elsewhere their weighted sum of values,
+// the accumulator. The reference is the running maximum, up to rounding; it cancels in the end, so rounding it harms nothing.
+#include "include/ptx.cuh"
+
+template <int ROWS> struct SoftmaxState {
+    float reference[ROWS];  // -inf until a key is visible
+    float sum[ROWS];        // this lane's share
+
+    __device__ __forceinline__ void init() {
+#pragma unroll
+        for (int r = 0; r < ROWS; ++r) reference[r] = -infinity(), sum[r] = 0.0f;
+    }
+
+    // Raise the references to the maxima of a tile s of scores (logit x = scale * s, scale > 0), rescale sum and accumulator
+    // to them, and turn the scores into weights. Row r: tile r / 2, elements 2 (r % 2) and 2 (r % 2) + 1.
+    template <int MT, int NT, int OT>
+    __device__ __forceinline__ void update(float (&s)[MT][NT][4], float (&acc)[MT][OT][4], float scale) {
+        static_assert(ROWS == 2 * MT, "");
+        float base[ROWS];  // the reference, but finite in rows that have seen nothing: -inf - -inf would be NaN
+        bool large = false;
+#pragma unroll
+        for (int r = 0; r < ROWS; ++r) {
+            float top = -infinity();  // fmaxf passes over NaN; its weight will be NaN nevertheless
+#pragma unroll
+            for (int nt = 0; nt < NT; ++nt) top = fmaxf(top, fmaxf(s[r / 2][nt][r % 2 * 2], s[r / 2][nt][r % 2 * 2 + 1]));
+            top = fmaxf(top, shuffle_xor<1>(top));
+            top = fmaxf(top, shuffle_xor<2>(top));
+            const float raised = fmaxf(reference[r], __fmul_rn(top, scale));
+            base[r] = raised == -infinity() ? 0.0f : raised;
+            const float factor = exp2_fast(reference[r] - base[r]);
+            reference[r] = raised;
+            sum[r] *= factor;
+#pragma unroll
+            for (int ot = 0; ot < OT; ++ot) acc[r / 2][ot][r % 2 * 2] *= factor, acc[r / 2][ot][r % 2 * 2 + 1] *= factor;
+            large = large || fabsf(base[r]) >= LARGE;
+        }
+        // One fused multiply-add an element leaves the rounding error of the reference in the exponent: harmless below
+        // LARGE, an overflow far above. There the product is rounded like the reference was.
+        if (__any_sync(0xffffffffu, large)) {
+#pragma unroll
+            for (int mt = 0; mt < MT; ++mt)
+#pragma unroll
+                for (int nt = 0; nt < NT; ++nt)
+#pragma unroll
+                    for (int c = 0; c < 4; ++c) s[mt][nt][c] = __fmul_rn(s[mt][nt][c], scale);
+            scale = 1.0f;
+        }
+#pragma unroll
+        for (int nt = 0; nt < NT; ++nt)
+#pragma unroll
+            for (int mt = 0; mt < MT; ++mt)
+#pragma unroll
+                for (int c = 0; c < 4; ++c) {
+                    const int r = 2 * mt + c / 2;
+                    s[mt][nt][c] = exp2_fast(__fmaf_rn(s[mt][nt][c], scale, -base[r]));
+                    sum[r] += s[mt][nt][c];
+                }
+    }
+
+    // The state of the union of two sets of keys; the factors bring the two accumulators to the common reference.
+    __device__ __forceinline__ void merge(int r, float other_reference, float other_sum, float& factor, float& other_factor) {
+        const float raised = fmaxf(reference[r], other_reference), finite = raised == -infinity() ? 0.0f : raised;
+        factor = exp2_fast(reference[r] - finite);
+        other_factor = exp2_fast(other_reference - finite);
+        reference[r] = raised;
+        sum[r] = sum[r] * factor + other_sum * other_factor;
+    }
+
+    // Sum up the lanes' shares.
+    __device__ __forceinline__ void reduce(int r) {
+        sum[r] += shuffle_xor<1>(sum[r]);
+        sum[r] += shuffle_xor<2>(sum[r]);
+    }
+
+    // Natural log-sum-exp of a reduced row; -inf if it has seen nothing.
+    __device__ __forceinline__ float finish(int r) const { return fmaf(reference[r], LN2, logf(sum[r])); }
+
+  private:
+    static constexpr float LARGE = 1048576.0f;  // the error of a reference below is at most 2^-5
+};

@@ -1,0 +1,42 @@
+// Number types of the kernels: fixed-width integers, and the two 16-bit floats as tags over raw bits. Nothing from the toolkit
+// is included, so that an instance compiles in about a second.
+
+using u8 = unsigned char;
+using u16 = unsigned short;
+using u32 = unsigned int;
+using u64 = unsigned long long;
+using i32 = int;
+using i64 = long long;
+
+struct Fp16 {};  // IEEE binary16
+struct Bf16 {};  // bfloat16
+struct Fp32 {};
+
+template <class T> struct SizeOf { static constexpr int bytes = 2; };
+template <> struct SizeOf<Fp32> { static constexpr int bytes = 4; };
+
+constexpr float LOG2E = 1.4426950408889634f;
+constexpr float LN2 = 0.6931471805599453f;
+
+__device__ __forceinline__ float infinity() { return __int_as_float(0x7f800000); }
+
+// Two numbers rounded to 16 bits in one register, the first one in the low half: the order that mma fragments have.
+template <class T> __device__ __forceinline__ u32 pack2(float low, float high);
+
+template <> __device__ __forceinline__ u32 pack2<Fp16>(float low, float high) {
+    u32 d;
+#if CUFLASH_ARCH >= 800
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(high), "f"(low));
+#else
+    asm("{.reg .b16 a, b; cvt.rn.f16.f32 a, %1; cvt.rn.f16.f32 b, %2; mov.b32 %0, {a, b};}" : "=r"(d) : "f"(low), "f"(high));
+#endif
+    return d;
+}
+
+#if CUFLASH_ARCH >= 800
+template <> __device__ __forceinline__ u32 pack2<Bf16>(float low, float high) {
+    u32 d;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(high), "f"(low));
+    return d;
+}
+#endif
