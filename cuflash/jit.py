@@ -338,7 +338,7 @@ _shared: dict[tuple[Source, int, str | None], int] = {}  # dynamic shared memory
 
 
 def loaded(source: Source, device: int) -> bool:
-    """Whether ``function`` would answer at once: a stream that is being captured must not load modules."""
+    """Whether ``function`` would answer at once, also while a stream is being captured."""
     return (source, device, _as_arch()) in _functions
 
 
@@ -361,7 +361,7 @@ def function(source: Source, device: int, shared_memory: int = 0) -> Any:
     Raises
     ------
     JitError
-        See ``compile_cubin``.
+        See ``compile_cubin``; or the current stream is being captured and the kernel is not loaded. The capture goes on.
     """
     place = (source, device, _as_arch())
     found = _functions.get(place)
@@ -372,6 +372,8 @@ def function(source: Source, device: int, shared_memory: int = 0) -> Any:
     with _lock(place), cupy.cuda.Device(device):
         found = _functions.get(place)
         if found is None:
+            if cupy.cuda.runtime.streamIsCapturing(cupy.cuda.get_current_stream().ptr):
+                raise JitError(f"{source.name} is not loaded yet, which a stream capture cannot do: make the call once before capturing it")
             code, _ = cubin(source, actual(device).arch, place[2])
             module = cupy.cuda.function.Module()
             module.load(code)
