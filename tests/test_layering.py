@@ -24,8 +24,8 @@ ROOMS = (
     ("planner",),
     ("backends",),
     ("jit", "launch"),
-    ("compiled",),
-    ("reference", "merge", "alibi", "tiles", "device", "host"),
+    ("compiled", "tiles"),
+    ("reference", "merge", "alibi", "device", "host"),
     ("modifiers",),
     ("types",),
 )
