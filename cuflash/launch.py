@@ -89,6 +89,8 @@ def copy_bytes(arrays: tuple[ArrayView, ...]) -> int:
     bits = 0
     for a in arrays:
         columns = a.shape[-1]
+        if 0 in a.shape:
+            continue
         if columns > 1 and a.strides[-1] != a.dtype.itemsize:
             return 2
         bits |= a.pointer | columns * a.dtype.itemsize

@@ -50,14 +50,16 @@ class Tile(NamedTuple):
 
 @dataclass(frozen=True)
 class Choice:
-    """Tiles in order of preference, without and with a band mask (causal, window)."""
+    """Tiles in order of preference: without and with a band mask (causal, window), and for kernels that need more registers
+    than those (score kinds other than the plain one, arrays of any strides)."""
 
     full: tuple[Tile, ...]
     band: tuple[Tile, ...]
+    lean: tuple[Tile, ...]
 
 
-def _both(*tiles: Tile) -> Choice:
-    return Choice(tiles, tiles)
+def _both(*tiles: Tile, lean: tuple[Tile, ...] = ()) -> Choice:
+    return Choice(tiles, tiles, lean or tiles)
 
 
 # For the larger of the two padded head sizes. The comment gives shared memory at D = Dv, and blocks a multiprocessor.
@@ -67,7 +69,7 @@ PREFILL_FA2: dict[str, dict[int, Choice]] = {
         32: _both(Tile(128, 64, 4, 2, 2)),  # 24 KiB, 2
         64: _both(Tile(128, 64, 4, 2, 2)),  # 48 KiB, 2
         96: _both(Tile(128, 64, 4, 2, 2)),  # 72 KiB, 2
-        128: _both(Tile(128, 64, 4, 2, 2)),  # 96 KiB, 2
+        128: _both(Tile(128, 64, 4, 2, 2), lean=(Tile(128, 32, 4, 2, 2),)),  # 96 KiB, 2; lean 64 KiB, 2
         192: _both(Tile(128, 64, 8, 2, 1)),  # 144 KiB, 1
         256: _both(Tile(128, 64, 8, 2, 1)),  # 192 KiB, 1
     },
@@ -76,7 +78,7 @@ PREFILL_FA2: dict[str, dict[int, Choice]] = {
         32: _both(Tile(128, 64, 4, 2, 2)),
         64: _both(Tile(128, 64, 4, 2, 2)),  # 48 KiB, 2
         96: _both(Tile(128, 64, 4, 2, 2)),  # 72 KiB, 2
-        128: _both(Tile(128, 64, 4, 1, 2)),  # 64 KiB, 2
+        128: _both(Tile(128, 64, 4, 1, 2), lean=(Tile(128, 32, 4, 2, 2),)),  # 64 KiB, 2
         192: _both(Tile(128, 64, 8, 2, 1)),  # 144 KiB, 1
         256: _both(Tile(128, 64, 8, 1, 1)),  # 128 KiB, 1
     },
@@ -116,10 +118,10 @@ def head_class(size: int) -> int:
     return next(c for c in HEAD_CLASSES if size <= c)
 
 
-def prefill_fa2(d: int, dv: int, band: bool, out_itemsize: int, info: DeviceInfo) -> Tile | None:
+def prefill_fa2(d: int, dv: int, band: bool, lean: bool, out_itemsize: int, info: DeviceInfo) -> Tile | None:
     """The first tile of the table whose shared memory fits the device, for padded head sizes; None if none does."""
     choice = PREFILL_FA2[family(info)][max(d, dv)]
-    for tile in choice.band if band else choice.full:
+    for tile in choice.lean if lean else choice.band if band else choice.full:
         if tile.shared_memory(d, dv, out_itemsize) <= info.shared_memory_block:
             return tile
     return None

@@ -137,31 +137,66 @@ __device__ __forceinline__ void finish(const PrefillParams& p, SoftmaxState<2 * 
     }
 }
 
+// The tiles of keys and values that a block walks through, from `last` down to `first`, and their way into shared memory. Every
+// thread copies its share of each.
+template <class C> struct KeyValuePipeline {
+    TileLoader<typename C::KTile, C::THREADS, C::LOAD> k_loader;
+    TileLoader<typename C::VTile, C::THREADS, C::LOAD> v_loader;
+    u32 K_smem, V_smem;
+    KeyRange keys;
+    int first, last;
+
+    __device__ __forceinline__ KeyValuePipeline(const PrefillParams& p, const WorkItem& work, const Sequence& seq, KeyRange keys, u32 smem)
+        : k_loader(p.k, p.k_stride, work.batch, seq.k_begin, work.head / p.group, p.head_dim),
+          v_loader(p.v, p.v_stride, work.batch, seq.k_begin, work.head / p.group, p.head_dim_v),
+          K_smem(smem + C::K_SMEM), V_smem(smem + C::V_SMEM), keys(keys), first(keys.begin / C::N), last((keys.end - 1) / C::N) {}
+
+    __device__ __forceinline__ u32 stage(int tile) const { return C::STAGES == 2 ? tile & 1 : 0; }
+
+    __device__ __forceinline__ void load_k(int tile) const {
+        k_loader.load(K_smem + stage(tile) * C::KTile::BYTES, tile * C::N, keys.begin, keys.end);
+    }
+
+    __device__ __forceinline__ void load_v(int tile) const {
+        v_loader.load(V_smem + stage(tile) * C::VTile::BYTES, tile * C::N, keys.begin, keys.end);
+    }
+
+    // Load the first tile, together with whatever the thread has begun to copy.
+    __device__ __forceinline__ void start() const {
+        load_k(last);
+        copies_commit();
+        if (C::STAGES == 2) load_v(last), copies_commit();
+    }
+
+    // Wait for K (with 2 stages, also for V) of a tile, and start what takes the place of the tile before.
+    __device__ __forceinline__ void begin(int tile) const {
+        copies_wait<0>();
+        __syncthreads();
+        if (C::STAGES == 1) load_v(tile), copies_commit();
+        else if (tile > first) load_k(tile - 1), load_v(tile - 1), copies_commit();
+    }
+
+    // Nobody needs K of the tile any more: with 1 stage, wait for V and load the next K.
+    __device__ __forceinline__ void middle(int tile) const {
+        if (C::STAGES == 2) return;
+        copies_wait<0>();
+        __syncthreads();
+        if (tile > first) load_k(tile - 1), copies_commit();
+    }
+
+    // A tile that this warp has no use for, but others have.
+    __device__ __forceinline__ void pass(int tile) const {
+        begin(tile);
+        middle(tile);
+    }
+};
+
 template <class C> __device__ __forceinline__ void prefill_fa2(const PrefillParams& p, void* smem) {
     const WorkItem work = work_item(p, blockIdx.x);
     const Sequence seq = sequence(p, work.batch);
     const int first_row = work.m_tile * C::M;
     if (first_row >= seq.q_length) return;
-    const int rows = min(C::M, seq.q_length - first_row);  // that exist
     const int thread = threadIdx.x, lane = thread % 32, warp_row = thread / 32 * C::WARP_ROWS;
-
-    // Keys that the block may see, and the tiles they lie in.
-    const Visibility<C::MASK> visible(p, seq);
-    const int block_position = first_row + seq.position;
-    const KeyRange keys = visible.of_any(block_position, block_position + rows - 1);
-    const int first_tile = keys.begin / C::N, tiles = keys.empty() ? 0 : (keys.end + C::N - 1) / C::N - first_tile;
-
-    const int kv_head = work.head / p.group;
-    const TileLoader<typename C::QTile, C::THREADS, C::LOAD> q_loader(p.q, p.q_stride, work.batch, seq.q_begin, work.head, p.head_dim, thread);
-    const TileLoader<typename C::KTile, C::THREADS, C::LOAD> k_loader(p.k, p.k_stride, work.batch, seq.k_begin, kv_head, p.head_dim, thread);
-    const TileLoader<typename C::VTile, C::THREADS, C::LOAD> v_loader(p.v, p.v_stride, work.batch, seq.k_begin, kv_head, p.head_dim_v, thread);
-
-    // Shared memory, and where in it this lane's rows of ldmatrix begin: A and transposed B take 16 rows x 2 chunks, B 2 chunks of
-    // 8 rows, then of the next 8.
-    const u32 Q_smem = smem_address(smem), K_smem = Q_smem + C::K_SMEM, V_smem = Q_smem + C::V_SMEM;
-    const u32 Q_frag = Q_smem + C::QTile::offset(warp_row + lane % 16, lane / 16);
-    const u32 K_frag = K_smem + C::KTile::offset(lane / 16 * 8 + lane % 8, lane / 8 % 2);
-    const u32 V_frag = V_smem + C::VTile::offset(lane % 16, lane / 16);
 
     float O_rmem[C::MT][C::OT][4];
 #pragma unroll
@@ -172,60 +207,63 @@ template <class C> __device__ __forceinline__ void prefill_fa2(const PrefillPara
             for (int c = 0; c < 4; ++c) O_rmem[mt][ot][c] = 0.0f;
     SoftmaxState<2 * C::MT> state;
     state.init();
-    const ScoreTransform<C::SCORE> score(p, work.batch, work.head);
-    u32 Q_rmem[C::Q_IN_RMEM ? C::DQK / 16 : 1][C::MT][4];
 
-    if (tiles > 0) {
-        const int tile_row = (first_tile + tiles - 1) * C::N;
+    Visibility<C::MASK> visible(p, seq);
+    const int position = first_row + seq.position;  // of the block's first row
+    const KeyRange keys = visible.of_any(position, position + min(C::M, seq.q_length - first_row) - 1);
+    visible.narrow(keys);
+    const u32 Q_smem = smem_address(smem);
+    if (!keys.empty()) {
+        const TileLoader<typename C::QTile, C::THREADS, C::LOAD> q_loader(
+            p.q, p.q_stride, work.batch, seq.q_begin, work.head, p.head_dim);
+        const KeyValuePipeline<C> pipeline(p, work, seq, keys, Q_smem);
+        const ScoreTransform<C::SCORE> score(p, work.batch, work.head);
         q_loader.load(Q_smem, first_row, 0, seq.q_length);
-        k_loader.load(K_smem, tile_row, keys.begin, keys.end);
-        copies_commit();
-        if (C::STAGES == 2) v_loader.load(V_smem, tile_row, keys.begin, keys.end), copies_commit();
-    }
-    if (C::Q_IN_RMEM && tiles > 0) {
-        copies_wait<C::STAGES - 1>();
-        __syncthreads();
-#pragma unroll
-        for (int k = 0; k < (C::Q_IN_RMEM ? C::DQK / 16 : 1); ++k)
-#pragma unroll
-            for (int mt = 0; mt < C::MT; ++mt) ldmatrix_x4(Q_rmem[k][mt], C::QTile::fragment(Q_frag, mt, k));
-    }
+        pipeline.start();
 
+        // Where this lane's rows of ldmatrix begin: A and transposed B take 16 rows x 2 chunks, B 2 chunks of 8 rows, then of the next 8.
+        const u32 Q_frag = Q_smem + C::QTile::offset(warp_row + lane % 16, lane / 16);
+        u32 Q_rmem[C::Q_IN_RMEM ? C::DQK / 16 : 1][C::MT][4];
+        if constexpr (C::Q_IN_RMEM) {
+            copies_wait<C::STAGES - 1>();
+            __syncthreads();
+#pragma unroll
+            for (int k = 0; k < C::DQK / 16; ++k)
+#pragma unroll
+                for (int mt = 0; mt < C::MT; ++mt) ldmatrix_x4(Q_rmem[k][mt], C::QTile::fragment(Q_frag, mt, k));
+        }
+
+        // Of the block's tiles, a warp computes those that its own rows may see.
+        int tile = pipeline.last, first = pipeline.first;
+        if constexpr ((C::MASK & MASK_BAND) != 0) {
+            const KeyRange own = visible.of_any(position + warp_row, position + warp_row + C::WARP_ROWS - 1);
+            const int last = own.empty() ? -1 : (own.end - 1) / C::N;
+            first = max(first, own.begin / C::N);
 #pragma unroll 1
-    for (int tile = tiles - 1; tile >= 0; --tile) {
-        const int key = (first_tile + tile) * C::N;
-        // Where this warp's rows stand, and whether they see this tile in part or in whole; worked out here, to spare registers.
-        const int here = thread_index(), lane_row = here % 32 / 4, lane_column = here % 4 * 2;
-        const int warp_position = block_position + here / 32 * C::WARP_ROWS;
-        const bool seen = visible.some(warp_position, warp_position + C::WARP_ROWS - 1, key, key + C::N);
-        const u32 stage = C::STAGES == 2 ? (tiles - 1 - tile) % 2 : 0;
-        copies_wait<0>();
-        __syncthreads();  // this tile is there, and nobody reads the one before
-        if (C::STAGES == 1) {
-            v_loader.load(V_smem, key, keys.begin, keys.end);
-            copies_commit();
-        } else if (tile > 0) {
-            k_loader.load(K_smem + (stage ^ 1) * C::KTile::BYTES, key - C::N, keys.begin, keys.end);
-            v_loader.load(V_smem + (stage ^ 1) * C::VTile::BYTES, key - C::N, keys.begin, keys.end);
-            copies_commit();
+            for (; tile >= pipeline.first && tile > last; --tile) pipeline.pass(tile);
         }
-        float S_rmem[C::MT][C::NT][4];
-        if (seen) multiply_qk<C>(S_rmem, Q_rmem, Q_frag, K_frag + stage * C::KTile::BYTES);
-        if (C::STAGES == 1) {
-            copies_wait<0>();
-            __syncthreads();  // V is there, and nobody reads K any more
-            if (tile > 0) {
-                k_loader.load(K_smem, key - C::N, keys.begin, keys.end);
-                copies_commit();
-            }
+#pragma unroll 1
+        for (; tile >= first; --tile) {
+            pipeline.begin(tile);
+            const u32 stage = pipeline.stage(tile);
+            // Where the warp's rows and the lane's share of S and of ldmatrix are; worked out here, to spare registers.
+            const int here = thread_index(), key = tile * C::N, lane_key = key + here % 4 * 2;
+            const int warp_position = position + here / 32 * C::WARP_ROWS, lane_position = warp_position + here % 32 / 4;
+            const u32 K_frag = pipeline.K_smem + C::KTile::offset(here / 16 % 2 * 8 + here % 8, here / 8 % 2);
+            const u32 V_frag = pipeline.V_smem + C::VTile::offset(here % 16, here / 16 % 2);
+            float S_rmem[C::MT][C::NT][4];
+            multiply_qk<C>(S_rmem, Q_rmem, Q_frag, K_frag + stage * C::KTile::BYTES);
+            pipeline.middle(tile);
+            apply_score<C::SCORE>(S_rmem, score, lane_position, lane_key);
+            if (!visible.all(warp_position, warp_position + C::WARP_ROWS - 1, key, key + C::N))
+                apply_mask<C::MASK>(S_rmem, visible, lane_position, lane_key);
+            state.update(S_rmem, O_rmem, p.logit_scale);
+            multiply_pv<C>(O_rmem, S_rmem, V_frag + stage * C::VTile::BYTES);
         }
-        if (!seen) continue;
-        apply_score<C::SCORE>(S_rmem, score, warp_position + lane_row, key + lane_column);
-        if (!visible.all(warp_position, warp_position + C::WARP_ROWS - 1, key, key + C::N))
-            apply_mask<C::MASK>(S_rmem, visible, warp_position + lane_row, key + lane_column);
-        state.update(S_rmem, O_rmem, p.logit_scale);
-        multiply_pv<C>(O_rmem, S_rmem, V_frag + stage * C::VTile::BYTES);
+        if constexpr ((C::MASK & MASK_BAND) != 0) {
+#pragma unroll 1
+            for (; tile >= pipeline.first; --tile) pipeline.pass(tile);
+        }
     }
-
     finish<C>(p, state, O_rmem, Q_smem);
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -52,8 +53,12 @@ class Instance:
         return "_".join(words)
 
     @property
+    def out_itemsize(self) -> int:
+        return 4 if self.out == "float32" else 2
+
+    @property
     def shared_memory(self) -> int:
-        return self.tile.shared_memory(self.d, self.dv, np.dtype(np.float32).itemsize if self.out == "float32" else 2)
+        return self.tile.shared_memory(self.d, self.dv, self.out_itemsize)
 
     @functools.cached_property
     def source(self) -> jit.Source:
@@ -133,15 +138,15 @@ def decline(problem: Problem, kernel: str) -> str | None:
 
 
 def instance(problem: Problem, info: device.DeviceInfo) -> Instance | None:
-    """The kernel instance for aligned arrays, or None if no tile fits the GPU."""
+    """The kernel instance for these arrays, or None if no tile fits the GPU."""
     d, dv = tiles.head_class(problem.head_dim), tiles.head_class(problem.head_dim_v)
     band = problem.window != (-1, -1)
-    tile = tiles.prefill_fa2(d, dv, band, problem.out_dtype.itemsize, info)
+    load, score = launch.copy_bytes((problem.q, problem.k, problem.v)), score_kind(problem)
+    tile = tiles.prefill_fa2(d, dv, band, score != SCORE_PLAIN or load == 2, problem.out_dtype.itemsize, info)
     if tile is None:
         return None
-    return Instance(
-        problem.q.dtype.name, problem.out_dtype.name, d, dv, tile, MASK_BAND if band else MASK_LENGTH, score_kind(problem),
-    )
+    mask = MASK_BAND if band else MASK_LENGTH
+    return Instance(problem.q.dtype.name, problem.out_dtype.name, d, dv, tile, mask, score, load)
 
 
 def score_kind(problem: Problem) -> int:
@@ -188,22 +193,26 @@ def run(plan: Plan, problem: Problem) -> None:
     with launch.on_stream(problem.q.device, problem.stream) as stream:
         if problem.varlen:
             _clear_slack(problem)
-        grid = _grid(problem, chosen.tile)
+        # The arrays of this run may be aligned otherwise than those that the plan was made for.
+        ready = with_load(chosen, launch.copy_bytes((problem.q, problem.k, problem.v)), device.probe(problem.q.device))
+        grid = _grid(problem, ready.tile)
         if grid == 0:
             return
-        ready = with_load(chosen, launch.copy_bytes((problem.q, problem.k, problem.v)))
         function = jit.function(ready.source, problem.q.device, ready.shared_memory)
         with _small_arrays(problem) as pointers:
-            params = launch.pack_prefill(problem, chosen.tile.m, section, chosen.score == SCORE_PLAIN, pointers)
-            launch.launch(function, grid, chosen.tile.threads, ready.shared_memory, params, stream)
+            params = launch.pack_prefill(problem, ready.tile.m, section, ready.score == SCORE_PLAIN, pointers)
+            launch.launch(function, grid, ready.tile.threads, ready.shared_memory, params, stream)
 
 
 @functools.lru_cache(maxsize=512)
-def with_load(chosen: Instance, load: int) -> Instance:
+def with_load(chosen: Instance, load: int, info: device.DeviceInfo) -> Instance:
     """The instance for arrays that allow copies of ``load`` bytes."""
-    import dataclasses
-
-    return dataclasses.replace(chosen, load=load)
+    if load == chosen.load:
+        return chosen
+    tile = chosen.tile
+    if load == 2:
+        tile = tiles.prefill_fa2(chosen.d, chosen.dv, bool(chosen.mask & MASK_BAND), True, chosen.out_itemsize, info) or tile
+    return dataclasses.replace(chosen, tile=tile, load=load)
 
 
 @contextlib.contextmanager
@@ -259,7 +268,8 @@ def common(arch: str) -> Iterator[Instance]:
 
     def make(dtype: str, d: int, band: bool, **rest: Any) -> Instance:
         out = rest.pop("out", dtype)
-        tile = tiles.prefill_fa2(d, d, band, 4 if out == "float32" else 2, info)
+        lean = rest.get("score", SCORE_PLAIN) != SCORE_PLAIN or rest.get("load") == 2
+        tile = tiles.prefill_fa2(d, d, band, lean, 4 if out == "float32" else 2, info)
         assert tile is not None
         return Instance(dtype, out, d, d, tile, MASK_BAND if band else MASK_LENGTH, **rest)
 

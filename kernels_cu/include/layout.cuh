@@ -38,11 +38,10 @@ template <class Tile, int THREADS, int LOAD> struct TileLoader {
     const u16* first_gmem;  // row 0, column 0
     i64 row_stride, column_stride;
     int columns;
-    int row, chunk;  // of this thread in the first pass
 
-    __device__ __forceinline__ TileLoader(const void* base, const Strides& s, i64 batch, i64 first_row, i64 head, int columns, int thread)
+    __device__ __forceinline__ TileLoader(const void* base, const Strides& s, i64 batch, i64 first_row, i64 head, int columns)
         : first_gmem(static_cast<const u16*>(base) + batch * s.batch + first_row * s.row + head * s.head),
-          row_stride(s.row), column_stride(s.column), columns(columns), row(thread / Tile::CHUNKS), chunk(thread % Tile::CHUNKS) {}
+          row_stride(s.row), column_stride(s.column), columns(columns) {}
 
     // Rows tile_row, tile_row + 1, ... of the array; only those in [begin, end) are read.
     __device__ __forceinline__ void load(u32 tile_smem, int tile_row, int begin, int end) const {
@@ -52,6 +51,7 @@ template <class Tile, int THREADS, int LOAD> struct TileLoader {
 
   private:
     template <bool WHOLE> __device__ __forceinline__ void copy(u32 tile_smem, int tile_row, int begin, int end) const {
+        const int thread = thread_index(), row = thread / Tile::CHUNKS, chunk = thread % Tile::CHUNKS;  // of the first pass
         const u32 dst = tile_smem + Tile::offset(row, chunk);
         const u16* src = first_gmem + (tile_row + row) * row_stride;
         if constexpr (LOAD > 2) src += chunk * 8;

@@ -18,6 +18,9 @@ template <int MASK> struct Visibility {
     __device__ __forceinline__ Visibility(const PrefillParams& p, const Sequence& s)
         : begin(s.kv_start), end(s.kv_length), left(p.window_left), right(p.window_right) {}
 
+    // Forget the keys outside a range that holds all that the block's rows may see: what a row sees stays the same.
+    __device__ __forceinline__ void narrow(const KeyRange& range) { begin = range.begin, end = range.end; }
+
     // Keys that any of the positions first..last may see.
     __device__ __forceinline__ KeyRange of_any(int first, int last) const {
         if constexpr (MASK & MASK_BAND) return {max(begin, first - left), min(end, last + right + 1)};
@@ -30,13 +33,7 @@ template <int MASK> struct Visibility {
         return {begin, end};
     }
 
-    // Whether some row sees some of the keys first_key..end_key - 1, which are among those that the rows' block may see.
-    __device__ __forceinline__ bool some(int first, int last, int first_key, int end_key) const {
-        if constexpr (MASK & MASK_BAND) return first - left < end_key && last + right >= first_key;
-        return true;
-    }
-
-    // Whether all rows see all of them.
+    // Whether all of the positions first..last see all of the keys first_key..end_key - 1.
     __device__ __forceinline__ bool all(int first, int last, int first_key, int end_key) const {
         const KeyRange whole = of_all(first, last);
         return whole.begin <= first_key && end_key <= whole.end;
