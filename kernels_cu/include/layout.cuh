@@ -33,6 +33,7 @@ template <int ROWS_, int COLUMNS> struct SmemTile {
 template <class Tile, int THREADS, int LOAD> struct TileLoader {
     static constexpr int PASS = THREADS / Tile::CHUNKS;  // rows that the threads cover at a time
     static constexpr int PASSES = (Tile::ROWS + PASS - 1) / PASS;
+    static constexpr int UNROLL = LOAD == 16 && CUFLASH_ARCH >= 800 ? PASSES : 1;  // what goes through registers would fill them
     static_assert(PASS % 8 == 0, "the swizzle of a thread's rows must not change");
 
     const u16* first_gmem;  // row 0, column 0
@@ -55,7 +56,7 @@ template <class Tile, int THREADS, int LOAD> struct TileLoader {
         const u32 dst = tile_smem + Tile::offset(row, chunk);
         const u16* src = first_gmem + (tile_row + row) * row_stride;
         if constexpr (LOAD > 2) src += chunk * 8;
-#pragma unroll
+#pragma unroll UNROLL
         for (int pass = 0; pass < PASSES; ++pass, src += PASS * row_stride) {
             if (Tile::ROWS % PASS != 0 && pass * PASS + row >= Tile::ROWS) break;
             const int r = tile_row + pass * PASS + row;

@@ -1,0 +1,71 @@
+"""Every kernel instance compiles for the GPUs it is made for, keeps to its registers and spills none. Needs NVRTC, no GPU."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import functools
+import re
+
+import pytest
+
+from cuflash import jit
+from cuflash.backends import cuda
+
+pytestmark = pytest.mark.skipif(jit.why_unusable() is not None, reason=f"kernels cannot be compiled here: {jit.why_unusable()}")
+
+WHOLE = ("sm_90a", "sm_80")  # all instances
+ONE_EACH = ("sm_75", "sm_86", "sm_89", "sm_100", "sm_120")
+REGISTERS_SM = 65536
+
+
+@functools.cache
+def log(arch: str, instance: cuda.Instance, as_arch: str | None = None) -> str:
+    return jit.compile_cubin(instance.source, arch, as_arch)[1]
+
+
+def check(arch: str, instance: cuda.Instance, as_arch: str | None = None) -> None:
+    """No spills, no warnings, and registers for as many resident blocks as the tile table says."""
+    text = log(arch, instance, as_arch)
+    what = f"{instance.name} for {arch}:\n{text}"
+    assert re.search(rf"Compiling entry function '{instance.name}'", text), what
+    spilled = re.search(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", text)
+    assert spilled and spilled.groups() == ("0", "0", "0"), what
+    registers = int(re.search(r"Used (\d+) registers", text)[1])
+    per_warp = -(-registers * 32 // 256) * 256  # registers are given to warps in units of 256
+    assert per_warp * instance.tile.warps * instance.tile.resident <= REGISTERS_SM, what
+    assert "warning" not in text.lower(), what
+
+
+def compile_all(arch: str, instances: list[cuda.Instance]) -> None:
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda instance: log(arch, instance), instances))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", WHOLE)
+def test_every_instance(arch):
+    instances = list(cuda.common(arch))
+    compile_all(arch, instances)
+    for instance in instances:
+        check(arch, instance)
+
+
+@pytest.mark.parametrize("arch", ONE_EACH)
+def test_one_instance_for_every_other_gpu(arch):
+    check(arch, next(instance for instance in cuda.common(arch) if instance.d == 128))
+
+
+@pytest.mark.parametrize("as_arch", ["sm_75", "sm_80", "sm_86"])
+def test_the_code_of_another_gpu_compiles_for_this_one(as_arch):
+    """device.pretend() runs the paths of older GPUs on a newer one."""
+    instance = next(instance for instance in cuda.common(as_arch) if instance.d == 64)
+    check("sm_90a", instance, as_arch)
+    if as_arch == "sm_75":
+        source = jit.assemble(instance.source)
+        assert "m16n8k8" in source and "cp.async" in source  # both paths stand in the text; CUFLASH_ARCH chooses
+
+
+def test_names_are_distinct_and_tell_the_tile():
+    names = [instance.name for instance in cuda.common("sm_90a")]
+    assert len(set(names)) == len(names)
+    assert "prefill_fa2_bf16_d128_m128n64w4s2_band" in names

@@ -1,0 +1,214 @@
+"""Tile tables fit the GPUs they are for; plans and packed parameters, without a GPU; index maps of the kernels' shared memory."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from cuflash import device, launch, tiles
+from cuflash import problem as problems
+from cuflash.backends import cuda
+from cuflash.types import UNBOUNDED
+
+F16, BF16 = np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)
+GPUS = sorted(device.KNOWN)
+
+
+def problem(shape=(2, 256, 4, 64), heads_kv=None, dv=None, dtype=F16, sk=None, **options):
+    """A problem on NumPy arrays: planning looks at shapes, strides and dtypes alone."""
+    b, s, h, d = shape
+    hk, sk = heads_kv or h, s if sk is None else sk
+    q, k, v = np.zeros((b, s, h, d), dtype), np.zeros((b, sk, hk, d), dtype), np.zeros((b, sk, hk, dv or d), dtype)
+    p = problems.build_attention(q, k, v, **options)
+    return problems.with_outputs(p, None, None, True, "BSHD", 4)[0]
+
+
+# ---- tables -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", GPUS)
+@pytest.mark.parametrize("d", tiles.HEAD_CLASSES)
+@pytest.mark.parametrize("dv", tiles.HEAD_CLASSES)
+def test_a_tile_fits_every_gpu(name, d, dv):
+    info = device.KNOWN[name]
+    for band, lean, item in itertools.product((False, True), (False, True), (2, 4)):
+        tile = tiles.prefill_fa2(d, dv, band, lean, item, info)
+        assert tile is not None
+        assert tile.shared_memory(d, dv, item) <= info.shared_memory_block
+        assert tile.m % (16 * tile.warps) == 0 and tile.n % 16 == 0
+
+
+@pytest.mark.parametrize("name", GPUS)
+@pytest.mark.parametrize("d", tiles.HEAD_CLASSES)
+def test_resident_blocks_fit_the_multiprocessor(name, d):
+    """What launch bounds promise must not be undone by shared memory or threads."""
+    info = device.KNOWN[name]
+    for band, lean in itertools.product((False, True), repeat=2):
+        tile = tiles.prefill_fa2(d, d, band, lean, 2, info)
+        reserved = tiles.RESERVED_SHARED_MEMORY if info.cc >= (8, 0) else 0
+        assert tile.resident * (tile.shared_memory(d, d) + reserved) <= info.shared_memory_sm
+        assert tile.resident * tile.threads <= info.threads_sm
+
+
+def test_head_classes():
+    assert [tiles.head_class(d) for d in (1, 32, 33, 64, 72, 80, 96, 97, 128, 160, 192, 193, 256)] == [
+        32, 32, 64, 64, 96, 96, 96, 128, 128, 192, 192, 256, 256]
+    for d in range(1, tiles.LARGEST_HEAD + 1):
+        padded = tiles.head_class(d)
+        block = 64 if padded % 64 == 0 else 32
+        assert padded - block < d <= padded  # only the last column block may hold padding: TileLoader relies on it
+
+
+def test_known_gpus_get_the_tables_of_their_generation():
+    families = {name: tiles.family(info) for name, info in device.KNOWN.items()}
+    assert families == {
+        "T4": "sm_75", "A100": "sm_80", "RTX 3090": "sm_86", "RTX 4090": "sm_86", "L4": "sm_86", "H100": "sm_90", "H200": "sm_90",
+        "B200": "sm_90", "RTX 5090": "sm_86",
+    }
+
+
+# ---- plans --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", GPUS)
+def test_one_instance_serves_all_shapes(name):
+    info, rng = device.KNOWN[name], np.random.default_rng(0)
+    shapes = [(int(b), int(s), int(h), 64) for b, s, h in rng.integers(1, 9, (200, 3))]
+    assert len({cuda.instance(problem(shape), info).name for shape in shapes}) == 1
+
+
+def test_instances_tell_masks_and_scores_apart():
+    info = device.KNOWN["H200"]
+
+    def kinds(**options):
+        chosen = cuda.instance(problem(**options), info)
+        return chosen.mask, chosen.score
+
+    assert kinds() == (cuda.MASK_LENGTH, cuda.SCORE_PLAIN)
+    assert kinds(causal=True) == kinds(window=(7, 0)) == kinds(causal="upper_left") == (cuda.MASK_BAND, cuda.SCORE_PLAIN)
+    assert kinds(kv_lengths=[3, 4]) == (cuda.MASK_LENGTH, cuda.SCORE_PLAIN)
+    for scale in (-1.0, 0.0, 1e-35):
+        assert kinds(scale=scale) == (cuda.MASK_LENGTH, cuda.SCORE_SCALED)
+    assert kinds(softcap=3.0) == (cuda.MASK_LENGTH, cuda.SCORE_SOFTCAP)
+    assert kinds(softcap=3.0, alibi_slopes=[1, 2, 3, 4]) == (cuda.MASK_LENGTH, cuda.SCORE_SOFTCAP | cuda.SCORE_ALIBI)
+
+
+@pytest.mark.parametrize(
+    "make, width",
+    [
+        (lambda: np.zeros((2, 8, 4, 64), F16), 16),
+        (lambda: np.zeros((2, 8, 4, 72), F16), 16),
+        (lambda: np.zeros((2, 8, 4, 20), F16), 8),
+        (lambda: np.zeros((2, 8, 4, 18), F16), 4),
+        (lambda: np.zeros((2, 8, 4, 17), F16), 2),
+        (lambda: np.zeros((2, 8, 4, 128), F16)[..., ::2], 2),
+        (lambda: np.zeros((2, 8, 4, 64), F16)[..., ::-1], 2),
+        (lambda: np.zeros((2, 8, 4, 64), F16)[:, ::-1], 16),
+        (lambda: np.broadcast_to(np.zeros((2, 8, 1, 64), F16), (2, 8, 4, 64)), 16),
+        (lambda: np.zeros((2, 8, 4, 66), F16)[..., :64], 4),
+        (lambda: np.zeros((2, 0, 4, 64), F16), 16),
+    ],
+)
+def test_width_of_copies(make, width):
+    a = make()
+    from cuflash import arrays
+
+    view = dataclasses.replace(arrays.view(a, "q"), pointer=1 << 12)
+    assert launch.copy_bytes((view,)) == width
+    for offset in (2, 4, 8):  # bytes off alignment
+        shifted = launch.copy_bytes((dataclasses.replace(view, pointer=view.pointer + offset),))
+        assert shifted == (min(width, offset) if a.size else 16)
+
+
+def test_packed_parameters():
+    p = problem((2, 300, 6, 80), heads_kv=2, dv=40, sk=500, window=(17, UNBOUNDED), scale=0.5)
+    r = launch.pack_prefill(p, 128, 3, True, {"kv_lengths": 77})[0]
+    assert (r["batch"], r["heads_q"], r["heads_kv"], r["group"], r["head_dim"], r["head_dim_v"]) == (2, 6, 2, 3, 80, 40)
+    assert (r["q_rows"], r["k_rows"], r["m_tiles"], r["section"]) == (300, 500, 3, 3)
+    assert (r["window_left"], r["window_right"], r["upper_left"]) == (17, launch.NO_LIMIT, 0)
+    assert r["q_stride"].tolist() == [300 * 6 * 80, 6 * 80, 80, 1]
+    assert r["v_stride"].tolist() == [500 * 2 * 40, 2 * 40, 40, 1]
+    assert r["lse_stride"].tolist() == [6 * 300, 1, 300, 0]
+    assert r["kv_lengths"] == 77 and r["kv_start"] == 0 and r["q"] == p.q.pointer
+    assert math.isclose(r["logit_scale"], 0.5 * launch.LOG2E, rel_tol=1e-7)
+    soft = launch.pack_prefill(problem(softcap=4.0, scale=0.5), 128, 1, False, {})[0]
+    assert math.isclose(soft["scale"], 0.125) and math.isclose(soft["softcap"], 4 * launch.LOG2E, rel_tol=1e-7) and soft["logit_scale"] == 1
+
+
+def test_negative_and_zero_strides_are_packed_as_they_are():
+    a = np.zeros((2, 8, 4, 64), F16)
+    q, k, v = a[:, ::-1], np.broadcast_to(a[:, :, :1], a.shape), a[..., ::-1]
+    p = problems.with_outputs(problems.build_attention(q, k, v), None, None, False, "BSHD", 4)[0]
+    r = launch.pack_prefill(p, 64, 1, True, {})[0]
+    assert r["q_stride"].tolist() == [8 * 4 * 64, -4 * 64, 64, 1]
+    assert r["k_stride"].tolist() == [8 * 4 * 64, 4 * 64, 0, 1]
+    assert r["v_stride"].tolist() == [8 * 4 * 64, 4 * 64, 64, -1]
+    assert r["lse"] == 0
+
+
+def test_decline_says_why(monkeypatch):
+    def reason(info, **options):
+        p = problem(**options)
+        p = p.replace(q=dataclasses.replace(p.q, device=0))
+        monkeypatch.setattr(cuda, "unusable", lambda: None)
+        monkeypatch.setattr(device, "probe", lambda ordinal: device.KNOWN[info])
+        return cuda.decline(p, "fa2")
+
+    assert reason("H200") is None and reason("T4") is None
+    assert "prefill_fp" in reason("H200", dtype=np.dtype(np.float32))
+    assert "8.0" in reason("T4", dtype=BF16)
+    assert "256" in reason("H200", shape=(1, 8, 1, 257))
+    assert "bias" in reason("H200", bias=np.zeros((256, 256), F16))
+    assert "mask" in reason("H200", mask=np.ones((256, 256), bool))
+    assert "score_mod" in reason("H200", score_mod="s")
+    assert "host memory" in cuda.decline(problem(), "fa2")
+
+
+# ---- index maps of shared memory: the formulas of layout.cuh --------------------------------------------------------------
+
+
+def offset(block: int, row: int, chunk: int) -> int:
+    """SmemTile::offset."""
+    swizzle = row & 7 if block == 64 else (row >> 1) & 3
+    return row * 2 * block + ((chunk ^ swizzle) << 4)
+
+
+@pytest.mark.parametrize("block", [32, 64])
+def test_smem_tile_is_a_permutation_without_bank_conflicts(block):
+    chunks = block // 8
+    places = {offset(block, row, chunk) for row in range(64) for chunk in range(chunks)}
+    assert places == set(range(0, 64 * 2 * block, 16))
+    for first, chunk in itertools.product(range(0, 64, 8), range(chunks)):
+        banks = {offset(block, row, chunk) // 16 % 8 for row in range(first, first + 8)}
+        assert len(banks) == 8  # eight rows of an ldmatrix touch all 32 banks once
+
+
+@pytest.mark.parametrize("columns", tiles.HEAD_CLASSES)
+@pytest.mark.parametrize("rows", [32, 64, 128])
+def test_fragment_addresses(columns, rows):
+    """SmemTile::fragment by exclusive or finds the chunks that SmemTile::offset stored."""
+    block = 64 if columns % 64 == 0 else 32
+    per_block, block_bytes = block // 16, rows * 2 * block
+    for lane, row16, column16 in itertools.product(range(32), range(rows // 16), range(columns // 16)):
+        for lane_row, lane_chunk in ((lane % 16, lane // 16), (lane // 16 * 8 + lane % 8, lane // 8 % 2)):  # A and V; K
+            first = offset(block, lane_row, lane_chunk)
+            found = (first ^ ((column16 % per_block) << 5)) + column16 // per_block * block_bytes + row16 * 16 * 2 * block
+            chunk = column16 % per_block * 2 + lane_chunk
+            assert found == column16 // per_block * block_bytes + offset(block, row16 * 16 + lane_row, chunk)
+
+
+def test_every_tile_of_the_grid_is_done_once():
+    """schedule.cuh's work_item, with sections that do not divide the number of heads."""
+    for pairs, m_tiles, section in itertools.product((1, 2, 7, 12), (1, 3, 8), (1, 2, 5, 12)):
+        section = min(section, pairs)
+        done = []
+        for block in range(pairs * m_tiles):
+            first, rest = block // (section * m_tiles) * section, block % (section * m_tiles)
+            size = min(section, pairs - first)
+            done.append((first + rest % size, m_tiles - 1 - rest // size))
+        assert sorted(done) == sorted(itertools.product(range(pairs), range(m_tiles)))
