@@ -29,8 +29,8 @@ template <int ROWS_, int COLUMNS> struct SmemTile {
 };
 
 // Copies tiles of rows of one (batch, head) into shared memory; what lies outside the array becomes 0.
-// LOAD: bytes of one copy. 16, 8, 4: columns are contiguous, addresses and the head size are multiples of it. 2: any strides.
-template <class Tile, int THREADS, int LOAD> struct TileLoader {
+// THREADS of the block take part, from FIRST_THREAD on. LOAD: bytes of one copy. 16, 8, 4: columns are contiguous, addresses and the head size are multiples of it. 2: any strides.
+template <class Tile, int FIRST_THREAD, int THREADS, int LOAD> struct TileLoader {
     static constexpr int PASS = THREADS / Tile::CHUNKS;  // rows that the threads cover at a time
     static constexpr int PASSES = (Tile::ROWS + PASS - 1) / PASS;
     static constexpr int UNROLL = LOAD == 16 && CUFLASH_ARCH >= 800 ? PASSES : 1;  // what goes through registers would fill them
@@ -52,7 +52,7 @@ template <class Tile, int THREADS, int LOAD> struct TileLoader {
 
   private:
     template <bool WHOLE> __device__ __forceinline__ void copy(u32 tile_smem, int tile_row, int begin, int end) const {
-        const int thread = thread_index(), row = thread / Tile::CHUNKS, chunk = thread % Tile::CHUNKS;  // of the first pass
+        const int thread = thread_index() - FIRST_THREAD, row = thread / Tile::CHUNKS, chunk = thread % Tile::CHUNKS;  // of the first pass
         const u32 dst = tile_smem + Tile::offset(row, chunk);
         const u16* src = first_gmem + (tile_row + row) * row_stride;
         if constexpr (LOAD > 2) src += chunk * 8;
