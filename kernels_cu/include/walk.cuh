@@ -185,16 +185,20 @@ template <class C> struct WalkInTurns {
         for (; tile >= block_first && tile > last; --tile) pass(block, warp.smem, tile);
         if (tile >= first) {
             warp.scores(tile);
+            multiplied();
+            load(block, warp.smem, tile);
+            warp.softmax(block, tile);
+            __syncthreads();
 #pragma unroll 1
-            while (true) {
+            for (--tile; tile >= first; --tile) {
+                warp.values(tile + 1);
+                warp.scores(tile);
                 multiplied();
                 load(block, warp.smem, tile);
                 warp.softmax(block, tile);
                 __syncthreads();
-                warp.values(tile);
-                if (--tile < first) break;
-                warp.scores(tile);
             }
+            warp.values(tile + 1);
         }
 #pragma unroll 1
         for (; tile >= block_first; --tile) pass(block, warp.smem, tile);
