@@ -34,16 +34,43 @@ class Target(NamedTuple):
 # Every pair that exists. A new backend is one more line here, and what it declines stands in the cases below.
 HOST = (Target("reference", "naive"), Target("cpu", "fa2"), Target("cpu", "decode"), Target("cpu", "naive"))
 NUMBA_CUDA = (Target("numba-cuda", "fa1"), Target("numba-cuda", "decode"))
-ALL_TARGETS = (*HOST, *NUMBA_CUDA)
+CUDA = (Target("cuda", "fa2"), Target("cuda", "naive"))
+ALL_TARGETS = (*HOST, *NUMBA_CUDA, *CUDA)
 GRADIENT_HOST = (Target("reference", "naive"), Target("cpu", "fa2"))
 
 # What this process runs: in Numba's simulator only that (its threads are Python's: tiny cases), with a GPU everything.
 if devices.SIMULATED:
     TARGETS, GRADIENT_TARGETS = NUMBA_CUDA, NUMBA_CUDA[:1]
 elif devices.gpu_wanted():
-    TARGETS, GRADIENT_TARGETS = NUMBA_CUDA, NUMBA_CUDA[:1]
+    TARGETS, GRADIENT_TARGETS = (*NUMBA_CUDA, *CUDA), NUMBA_CUDA[:1]
 else:
     TARGETS, GRADIENT_TARGETS = HOST, GRADIENT_HOST
+
+
+# Options that a kernel of this version does not have, and the words of its reason; the list only shrinks.
+ABSENT: dict[str, dict[str, str]] = {
+    "cuda/fa2": {
+        **{name: f"{name} is not part" for name in ("page_table", "bias", "mask", "score_mod", "mask_mod", "num_splits")},
+        "sqdist": "score='sqdist' is not part",
+        "float32": "prefill_fp", "float64": "prefill_fp", "out float64": "with float64 results", "out float32": "with float32 results",
+    },
+    "cuda/naive": {
+        **{name: f"has no {name}" for name in ("page_table", "alibi_slopes", "sinks", "score_mod", "mask_mod")},
+        "sqdist": "has no score='sqdist'", "out": "rounds its weights", "strides": "cuBLAS needs",
+    },
+}
+
+
+def absent(target: Target, dtype: np.dtype, options: Mapping[str, Any]) -> list[str]:
+    """Words of the reasons for which a target may decline a call with these options."""
+    asked = {name for name, value in options.items() if value is not None and not (name == "num_splits" and value == 1)}
+    asked |= {dtype.name, "strides"} | ({"sqdist"} if options.get("score") == "sqdist" else set())
+    out_dtype = np.dtype(options.get("out_dtype", dtype))
+    if out_dtype != dtype:
+        asked |= {f"out {out_dtype.name}"} | ({"out"} if target.kernel == "naive" else set())
+    else:
+        asked.discard("out")
+    return [words for name, words in ABSENT.get(target.name, {}).items() if name in asked]
 
 
 class Shape(NamedTuple):

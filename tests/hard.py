@@ -30,8 +30,7 @@ def attend(
     out = np.full((*q.shape[:-1], v.shape[-1]), np.nan, options.get("out_dtype", q.dtype))
     lse_shape = (q.shape[0], q.shape[2], q.shape[1]) if q.ndim == 4 else (q.shape[1], q.shape[0])
     lse = np.full(lse_shape, np.nan, F64 if q.dtype == F64 else F32)
-    more = {"out": out, "lse": lse, "return_lse": True, "kernel": target.kernel, "backend": target.backend}
-    devices.call(target, function, (q, k, v, *index), {**options, **more})
+    devices.run(target, function, q, k, v, *index, **options, out=out, lse=lse, return_lse=True)
     return out, lse
 
 

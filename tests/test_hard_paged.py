@@ -153,5 +153,8 @@ def test_case_41_a_call_that_is_declined_appends_nothing(target: Target) -> None
     before = cache.tobytes()
     q = new = normal(1, (1, 1, 2, 16), F32)
     with pytest.raises(cuflash.NoBackendError):
-        devices.run(target, cuflash.decode, q, cache[0], cache[1], [3], k_new=new, v_new=new, score_mod="s + h")
+        devices.call(
+            target, cuflash.decode, (q, cache[0], cache[1], [3]),
+            {"k_new": new, "v_new": new, "score_mod": "s + h", "kernel": target.kernel, "backend": target.backend},
+        )
     assert cache.tobytes() == before

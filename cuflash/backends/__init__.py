@@ -10,7 +10,7 @@ from ..types import ArrayView, Plan, Problem
 
 # Name -> module in this package, in the order in which "auto" asks. None: the name is reserved, its backend is not offered yet.
 REGISTRY: dict[str, str | None] = {
-    "cuda": None,
+    "cuda": "cuda",
     "numba-cuda": "numba_cuda",
     "cpu": "cpu",
     "reference": "reference",

@@ -14,9 +14,10 @@ import numpy as np
 from .. import device, jit, launch, tiles
 from ..tiles import Tile
 from ..types import HOST, Plan, Problem
+from . import naive_cuda
 
 NAME = "cuda"
-KERNELS = ("fa2",)
+KERNELS = ("fa2", "naive")
 
 MASK_LENGTH, MASK_BAND = 0, 1  # as in mask.cuh
 SCORE_PLAIN, SCORE_SCALED, SCORE_SOFTCAP, SCORE_ALIBI = 0, 1, 2, 4  # as in score.cuh
@@ -80,7 +81,7 @@ class Instance:
 
 def auto_kernels(problem: Problem) -> tuple[str, ...]:
     """Kernels for kernel="auto", best first."""
-    return KERNELS
+    return ("fa2",)
 
 
 @functools.lru_cache(maxsize=1)
@@ -101,13 +102,13 @@ def unusable() -> str | None:
 
 def decline(problem: Problem, kernel: str) -> str | None:
     """Why this backend does not run this problem with this kernel, or None."""
-    if problem.q.device == HOST:
-        return "the arrays are in host memory; it takes GPU arrays"
+    if kernel == "naive":
+        return naive_cuda.decline(problem)
     dtype, out = problem.q.dtype.name, problem.out_dtype.name
     if dtype in ("float32", "float64"):
         return f"{dtype} arrays need the kernel prefill_fp, which is not part of this version; float16 and bfloat16 run"
-    if dtype not in TYPES or out not in TYPES:
-        return f"{dtype} arrays with {out} results; it takes float16 and bfloat16, and writes these and float32"
+    if dtype not in TYPES or out not in ("float16", "bfloat16"):
+        return f"{dtype} arrays with {out} results; it weighs values in 16 bits, so that it offers float16 and bfloat16 results only"
     absent = {
         "page_table": problem.paged, "bias": problem.bias is not None, "mask": problem.mask is not None,
         "score_mod": problem.score_mod is not None, "mask_mod": problem.mask_mod is not None, "score='sqdist'": problem.score == "sqdist",
@@ -122,9 +123,10 @@ def decline(problem: Problem, kernel: str) -> str | None:
     longest = max(problem.q.shape[-3], problem.k.shape[-3], problem.seqlen_q, problem.seqlen_k)
     if longest > launch.LONGEST:
         return f"sequences of {longest:,} rows; it takes at most {launch.LONGEST:,}"
-    reason = unusable()
-    if reason is not None:
-        return reason
+    if problem.op != "attention" and problem.op != "decode":
+        return "it has no backward pass yet"
+    if problem.q.device == HOST or unusable() is not None:  # what the kernel could do; the planner asks for the GPU itself
+        return None
     info = device.probe(problem.q.device)
     if info.cc < (7, 5):
         return f"{info.name} has compute capability {info.cc[0]}.{info.cc[1]}; it needs 7.5"
@@ -159,6 +161,8 @@ def score_kind(problem: Problem) -> int:
 
 def plan(problem: Problem, kernel: str) -> Plan:
     """Tile and instance."""
+    if kernel == "naive":
+        return naive_cuda.plan(problem, NAME)
     info = device.probe(problem.q.device)
     chosen = instance(problem, info)
     assert chosen is not None  # else it was declined
@@ -190,6 +194,9 @@ def _grid(problem: Problem, tile: Tile) -> int:
 
 def run(plan: Plan, problem: Problem) -> None:
     """Write problem.out, and problem.lse unless it is None."""
+    if plan.kernel == "naive":
+        naive_cuda.run(plan, problem)
+        return
     chosen, section = plan.extra
     with launch.on_stream(problem.q.device, problem.stream) as stream:
         if problem.varlen:
@@ -260,6 +267,7 @@ def instances(arch: str) -> Iterator[jit.Source]:
     """Every common instance for an architecture such as "sm_90a": for precompilation."""
     for chosen in common(arch):
         yield chosen.source
+    yield from naive_cuda.instances(arch)
 
 
 def common(arch: str) -> Iterator[Instance]:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .. import device, jit, launch
-from ..types import ArrayView, Plan, Problem, Sequence
+from ..types import HOST, ArrayView, Plan, Problem, Sequence
 
 THREADS = 128  # of a block of the softmax kernel
 SCALE_FP16 = 2.0**-14  # of fp16 weights, which the softmax kernel stores 2^14 times as large
@@ -45,7 +45,10 @@ _FULL_PRECISION_SUMS = 16  # CUBLAS_MATH_DISALLOW_REDUCED_PRECISION_REDUCTION
 
 def decline(problem: Problem) -> str | None:
     """Why this problem cannot be computed so, or None."""
-    reason = _unsupported(problem) or _no_cublas() or jit.why_unusable()
+    reason = _unsupported(problem)
+    if reason is not None or problem.q.device == HOST or jit.why_unusable() is not None:
+        return reason
+    reason = _no_cublas()
     if reason is not None:
         return reason
     if problem.q.dtype.name == "bfloat16" and device.probe(problem.q.device).cc < (8, 0):
@@ -200,6 +203,8 @@ def run(plan: Plan, problem: Problem) -> None:
 def compute(problem: Problem, engine: Any) -> None:
     """The three steps for each sequence. ``engine`` allocates, multiplies and launches, so that tests can do it on the host."""
     assert problem.out is not None
+    if 0 in problem.out.shape[:-1]:  # no query head or no row; a launch of no block is not one
+        return
     q, k, v = _operand(problem.q, problem.seqlen_q), _operand(problem.k, problem.seqlen_k), _operand(problem.v, problem.seqlen_k)
     scores = engine.empty((workspace(problem),), np.dtype(np.uint8))
     if problem.varlen:  # packed rows that belong to no sequence
