@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from . import arrays, backends, checks, planner
+from . import arrays, backends, checks, launch, planner
 from . import problem as problems
 from .types import Gradients, Plan, Problem
 
@@ -77,7 +77,7 @@ def attention(
     layout : {"BSHD", "BHSD"}
         Axis order of q, k, v, out and of caches.
     kernel : {"auto", "naive", "fa1", "fa2", "fa3", "decode"}
-        The algorithm.
+        The algorithm; "auto" takes the best that the backend has for the call. "fa3" is not part of this version.
     backend : {None, "cuda", "numba-cuda", "cpu", "reference"}
         The engine; None picks the first that can, where the arrays are.
     out, lse : ndarray, optional
@@ -247,11 +247,12 @@ def decode(
         q, k_cache, v_cache, kv_lengths, page_table=page_table, k_new=k_new, v_new=v_new, rope=rope,
         cache_batch_index=cache_batch_index, layout=layout, **options,
     )
-    problem, out, lse = problems.with_outputs(problem, out, lse, return_lse, layout, np.ndim(q), new)
-    plan = planner.choose(problem)  # before the append: a call that cannot run leaves the cache as it was
-    if new:
-        backends.append_to_cache(problem, new["k_new"], new["v_new"])
-    _backend(plan).run(plan, problem)
+    with launch.place(problem.q.device, problem.stream):
+        problem, out, lse = problems.with_outputs(problem, out, lse, return_lse, layout, np.ndim(q), new)
+        plan = planner.choose(problem)  # before the append: a call that cannot run leaves the cache as it was
+        if new:
+            backends.append_to_cache(problem, new["k_new"], new["v_new"])
+        _backend(plan).run(plan, problem)
     return (out, lse) if return_lse else out
 
 
@@ -275,7 +276,8 @@ def attention_backward(
     deterministic : bool, default False
         Two runs agree bit for bit in dq as well (dk and dv always do).
     **options
-        The options that `attention` was called with.
+        The options that `attention` was called with, but for ``kernel``, ``backend``, ``num_splits`` and ``out_dtype``, which need
+        not be the same. Slopes of a Python ``score_mod`` are central differences of it in float64 (exact to about 1e-10).
 
     Returns
     -------
@@ -294,7 +296,7 @@ def attention_backward(
     >>> q = k = v = np.ones((1, 8, 2, 16), np.float32)
     >>> out, lse = cuflash.attention(q, k, v, causal=True, return_lse=True)
     >>> dout = np.ones_like(out)  # the gradient of out.sum()
-    >>> dq, dk, dv, _, _ = cuflash.attention_backward(dout, q, k, v, out, lse, causal=True, backend="reference")
+    >>> dq, dk, dv, _, _ = cuflash.attention_backward(dout, q, k, v, out, lse, causal=True)
     >>> dv[0, :, 0, 0].sum().round(4).item()
     8.0
     """
@@ -314,6 +316,19 @@ def attention_varlen_backward(
     -------
     Gradients
         Rows behind the last entry of cu_seqlens have gradient 0.
+
+    Raises
+    ------
+    TypeError, ValueError, NotImplementedError, NoBackendError
+        As `attention`.
+
+    Examples
+    --------
+    >>> import numpy as np, cuflash
+    >>> q = k = v = np.ones((5, 2, 16), np.float32)  # two sequences, of 2 and 3 tokens
+    >>> out, lse = cuflash.attention_varlen(q, k, v, [0, 2, 5], [0, 2, 5], return_lse=True)
+    >>> cuflash.attention_varlen_backward(np.ones_like(out), q, k, v, out, lse, [0, 2, 5], [0, 2, 5]).dv[:, 0, 0].round(4).tolist()
+    [1.0, 1.0, 1.0, 1.0, 1.0]
     """
     problem = problems.build_backward(
         dout, q, k, v, out, lse, dlse=dlse, deterministic=deterministic, layout=layout,
@@ -337,6 +352,18 @@ def logsumexp(q: Any, k: Any, *, layout: str = "BSHD", **options: Any) -> Any:
     -------
     ndarray, shape (B, Hq, Sq), (Hq, Sq) or (Sq,)
         Natural logarithm; float32, or float64 for float64 inputs; -inf for rows that see no key.
+
+    Raises
+    ------
+    TypeError, ValueError, NotImplementedError, NoBackendError
+        As `attention`.
+
+    Examples
+    --------
+    >>> import numpy as np, cuflash
+    >>> q, k = np.zeros((3, 16), np.float32), np.zeros((8, 16), np.float32)  # every logit is 0
+    >>> cuflash.logsumexp(q, k).round(4).tolist()  # log(8)
+    [2.0794, 2.0794, 2.0794]
     """
     return attention(q, k, problems.no_values(k), return_lse=True, layout=layout, **options)[1]
 
@@ -352,7 +379,8 @@ def attention_weights(
     q, k : ndarray
         As for `attention`.
     reduce : {None, "head_mean"}
-        "head_mean" gives the mean over the query heads, added up block by block: the weights of all heads are never in memory.
+        "head_mean" gives the mean over the query heads, added up block by block: beside the result there is a block of at most
+        some 2^20 weights (tens of MiB), never the weights of all heads.
     layout : {"BSHD", "BHSD"}
         Of q and k. The result has its heads first in any case, as bias and mask have.
     out : ndarray, optional
@@ -445,8 +473,9 @@ def plan(q: Any, k: Any, v: Any, *, return_lse: bool = False, layout: str = "BSH
 
     def run(self: Plan, q: Any, k: Any, v: Any, out: Any, lse: Any, stream: Any) -> Any:
         fresh = problems.with_arrays(problem, q, k, v, layout, ndim, stream)
-        fresh, out, lse = problems.with_outputs(fresh, out, lse, return_lse, layout, ndim)
-        _backend(self).run(self, fresh)
+        with launch.place(fresh.q.device, fresh.stream):
+            fresh, out, lse = problems.with_outputs(fresh, out, lse, return_lse, layout, ndim)
+            _backend(self).run(self, fresh)
         return (out, lse) if return_lse else out
 
     return chosen.bind(run)
@@ -459,13 +488,16 @@ def _backend(chosen: Plan) -> Any:
 
 def _execute(problem: Problem, out: Any, lse: Any, return_lse: bool, layout: str, ndim: int) -> Any:
     """Results, plan, run."""
-    problem, out, lse = problems.with_outputs(problem, out, lse, return_lse, layout, ndim)
-    chosen = planner.choose(problem)
-    _backend(chosen).run(chosen, problem)
+    with launch.place(problem.q.device, problem.stream):
+        problem, out, lse = problems.with_outputs(problem, out, lse, return_lse, layout, ndim)
+        chosen = planner.choose(problem)
+        _backend(chosen).run(chosen, problem)
     return (out, lse) if return_lse else out
 
 
 def _differentiate(problem: Problem, layout: str, ndim: int) -> Gradients:
     """Plan, run backward, and bring the gradients into the layout of the user's arrays."""
     chosen = planner.choose(problem)
-    return problems.user_gradients(_backend(chosen).run_backward(chosen, problem), problem, layout, ndim)
+    with launch.place(problem.q.device, problem.stream):
+        gradients = _backend(chosen).run_backward(chosen, problem)
+    return problems.user_gradients(gradients, problem, layout, ndim)

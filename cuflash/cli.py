@@ -171,7 +171,8 @@ def backend_state(name: str) -> dict[str, Any]:
         backend = backends.load(name)
         if isinstance(backend, str):
             return {"usable": False, "reason": backend}
-        missing = [module for module in modules if importlib.util.find_spec(module) is None]
+        simulated = name == "numba-cuda" and host.simulates_cuda()
+        missing = [] if simulated else [module for module in modules if importlib.util.find_spec(module) is None]
         if missing:
             return {"usable": False, "reason": f"not installed: {', '.join(missing)}", "mend": mend}
         if name == "cpu":

@@ -25,3 +25,8 @@ def cpu_model() -> str:
         lines = []
     names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     return next(names, "") or platform.processor() or platform.machine() or "unknown"
+
+
+def simulates_cuda() -> bool:
+    """Whether Numba runs CUDA kernels in its simulator: in Python, on NumPy arrays."""
+    return os.environ.get("NUMBA_ENABLE_CUDASIM", "0") == "1"

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from .types import UNBOUNDED, ArrayView, Problem
+from .types import HOST, UNBOUNDED, ArrayView, Problem
 
 LOG2E = 1.4426950408889634
 NO_LIMIT = 1 << 30  # a window side that is unbounded; sequences are shorter
@@ -35,10 +35,26 @@ PREFILL_PARAMS = np.dtype(
 
 
 class StreamPointer:
-    """A stream as CuPy's launches take it."""
+    """A stream as CuPy's launches take it (``ptr``), and as another library's stream (``__cuda_stream__``)."""
 
     def __init__(self, ptr: int):
         self.ptr = ptr
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self.ptr
+
+
+@contextlib.contextmanager
+def place(device: int, stream: Any) -> Iterator[None]:
+    """The arrays' device and the caller's stream as CuPy's current ones: results, scratch, copies and kernels all go there.
+
+    For host arrays (device -1) there is nothing to do.
+    """
+    if device == HOST:
+        yield
+        return
+    with on_stream(device, stream):
+        yield
 
 
 def stream_pointer(stream: Any) -> int:
@@ -65,7 +81,7 @@ def on_stream(device: int, stream: Any) -> Iterator[int]:
         if stream is None or pointer == int(cupy.cuda.get_current_stream().ptr):
             yield pointer
         else:
-            with cupy.cuda.ExternalStream(pointer):
+            with cupy.cuda.Stream.from_external(StreamPointer(pointer)):
                 yield pointer
 
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 import inspect
 import keyword
 import math
-import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 
-from . import arrays, checks
+from . import arrays, checks, host
 from .types import UNBOUNDED, ArrayView, Problem
 
 
@@ -162,7 +161,7 @@ def backend_takes(backend: str, q: ArrayView) -> None:
     on_gpu = q.device != arrays.HOST
     if on_gpu and backend in ("cpu", "reference"):
         raise TypeError(f"backend: {backend!r} takes NumPy arrays, but q is in {arrays.where(q)}; convert by cupy.asnumpy(x)")
-    simulated = backend == "numba-cuda" and os.environ.get("NUMBA_ENABLE_CUDASIM") == "1"  # Numba runs the kernels on the host
+    simulated = backend == "numba-cuda" and host.simulates_cuda()
     if not on_gpu and backend in ("cuda", "numba-cuda") and not simulated:
         raise TypeError(f"backend: {backend!r} takes GPU arrays, but q is in {arrays.where(q)}; convert by cupy.asarray(x)")
 

@@ -16,7 +16,7 @@ from cases import BF16, F32, F64
 import cuflash
 from cuflash import planner
 from cuflash.backends import numba_cuda
-from cuflash.backends.numba_cuda_modifiers import STAND_INS
+from cuflash.backends.numba_cuda_modifiers import STAND_INS, modifier
 from cuflash.problem import build_attention, build_backward
 
 Q = np.zeros((1, 4, 2, 16), np.float32)
@@ -33,6 +33,7 @@ class Callable:
         ({"score_mod": "s + h"}, "score_mod is a CUDA expression"),
         ({"mask_mod": "i > j"}, "mask_mod is a CUDA expression"),
         ({"score_mod": Callable()}, "score_mod is a Callable"),
+        ({"mask_mod": lambda b, h, i, j, **more: j < i}, "mask_mod takes *args or **kwargs"),
     ],
 )
 def test_what_it_declines(options, words):
@@ -107,6 +108,42 @@ def test_stand_ins_compute_what_numpy_does(name):
     }.get(name, [(x,) for x in values])
     for given in arguments:
         np.testing.assert_allclose(STAND_INS[name](*given), getattr(np, name)(*given), rtol=4 * np.finfo(np.float64).eps)
+
+
+def test_a_lambda_made_anew_is_the_same_device_function():
+    def make(width, bound=3):
+        return lambda s, b, h, i, j, *, limit=2.0: s * width + bound
+
+    same = [modifier(make(4), "s, b, h, i, j", ()) for _ in range(3)]
+    assert same[0] is same[1] is same[2]
+    others = [make(5), make(4.0), make(4, True), make(np.zeros(3))]
+    assert len({id(modifier(f, "s, b, h, i, j", ())) for f in others} | {id(same[0])}) == 5
+    assert modifier(make(4), "s, b, h, i, j", ("limit",)) is not same[0]
+
+
+def test_a_changed_global_is_another_device_function(monkeypatch):
+    monkeypatch.setitem(globals(), "WIDTH", 1)
+    first = modifier(uses_a_global, "s, b, h, i, j", ())
+    monkeypatch.setitem(globals(), "WIDTH", 2)
+    assert modifier(uses_a_global, "s, b, h, i, j", ()) is not first
+
+
+def uses_a_global(s, b, h, i, j):
+    return s * WIDTH  # noqa: F821
+
+
+@pytest.mark.skipif(not devices.SIMULATED, reason="only in the simulator; on a GPU see below")
+def test_defaults_and_lists_in_the_simulator():
+    check_defaults_and_lists(Q[:, :2, :1, :3] + 1)
+
+
+def check_defaults_and_lists(q):
+    """Parameters with defaults keep them, and a list is an array."""
+    options = {"score_mod": lambda s, b, h, i, j, w=2.0, *, table: s * w + table[j], "mod_args": {"table": [0.5, -1.0]}}
+    got = cuflash.attention(q, q, q, backend="numba-cuda", kernel="fa1", **options)
+    host = q if isinstance(q, np.ndarray) else q.get()
+    want = compare.expect([build_attention(host, host, host, score_mod=lambda s, b, h, i, j: s * 2.0 + np.array([0.5, -1.0])[j])])
+    compare.assert_close(got if isinstance(got, np.ndarray) else got.get(), want.out[0], want.out_bound, "out")
 
 
 # --- on a GPU ------------------------------------------------------------------------------------------------------
@@ -219,3 +256,33 @@ def test_functions_of_numpy_in_a_score_mod():
     got = cuflash.attention(q, k, v, backend="numba-cuda", kernel="fa1", **options)
     want = compare.expect([build_attention(q.get(), k.get(), v.get(), **options)])
     compare.assert_close(got.get(), want.out[0], want.out_bound, "out")
+
+
+@pytest.mark.gpu
+def test_defaults_and_lists():
+    import cupy
+
+    check_defaults_and_lists(cupy.ones((1, 2, 1, 3), F32))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("paged", [False, True])
+def test_an_append_goes_to_the_callers_stream(paged):
+    """The new keys are written where the kernel that reads them runs, and after what the stream was given before."""
+    import cupy
+
+    q, k_new, v_new = (a[:, :1] for a in inputs(cupy))
+    k, v = (cupy.zeros((2, 8, 4, 16), F32) for _ in range(2))
+    more = {"page_table": [[0], [1]]} if paged else {}
+    want = cuflash.decode(q, k.copy(), v.copy(), [0, 3], k_new=k_new, v_new=v_new, backend="numba-cuda", **more).get()
+    stream, busy = cupy.cuda.Stream(non_blocking=True), cupy.zeros(SLOW, F32)
+    late = [cupy.full_like(a, np.nan) for a in (k_new, v_new)]
+    cupy.cuda.Device().synchronize()
+    with stream:
+        for _ in range(4):
+            busy += 1
+        for there, a in zip(late, (k_new, v_new), strict=True):
+            there[...] = a
+    out = cuflash.decode(q, k, v, [0, 3], k_new=late[0], v_new=late[1], backend="numba-cuda", stream=stream, **more)
+    stream.synchronize()
+    compare.assert_same_bits(out.get(), want, "out")

@@ -1,4 +1,4 @@
-"""Writing new keys and values into caches on the host, dense or paged."""
+"""Writing new keys and values into caches, dense or paged, where they lie (on CuPy's current stream)."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ def decline(problem: Problem, kernel: str) -> str | None:
         return f"attention weights are materialised, which is kernel {KERNEL!r}; kernel {kernel!r} never stores them"
     wanted, available = math.prod(problem.weights_shape) * problem.out_dtype.itemsize, naive.available_bytes()
     if problem.weights is None and wanted > available:
-        hint = "" if problem.reduce else "; reduce='head_mean' stores one matrix instead of one a head"
+        hint = "" if problem.reduce or problem.heads_q == 1 else "; reduce='head_mean' stores one matrix instead of one a head"
         return f"the weights take {wanted:,} bytes, but {available:,} are available{hint}"
     return None
 

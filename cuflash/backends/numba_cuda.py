@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
+import inspect
 import math
-import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
+from ..host import simulates_cuda
 from ..types import Gradients, NoBackendError, Plan, Problem
 
 NAME = "numba-cuda"
@@ -21,13 +21,7 @@ SHORT_QUERY = 16  # packed query rows up to which "decode" splits the keys
 SPLIT_KEYS = 256  # at least so many keys a split
 BLOCKS_PER_MULTIPROCESSOR = 8  # that decode splits the keys for: the loads are narrow, so many must be under way
 MULTIPROCESSORS = 4  # in the simulator
-LARGEST_RESIDENT = 1 << 14  # bytes of an array that stays on the device between calls
 SUM_ELEMENTS = 1 << 18  # for the gradient of a broadcast bias
-
-
-def simulated() -> bool:
-    """Whether Numba runs CUDA kernels on the host, in Python."""
-    return os.environ.get("NUMBA_ENABLE_CUDASIM", "0") == "1"
 
 
 def auto_kernels(problem: Problem) -> tuple[str, ...]:
@@ -39,7 +33,7 @@ def auto_kernels(problem: Problem) -> tuple[str, ...]:
 @functools.lru_cache(maxsize=1)
 def unusable() -> str | None:
     """What in the installation stands in the way, with the command that mends it, or None."""
-    if simulated():
+    if simulates_cuda():
         return None
     try:
         import numba_cuda  # noqa: F401
@@ -72,6 +66,8 @@ def decline(problem: Problem, kernel: str) -> str | None:
             return f"{name} is a CUDA expression; this backend compiles a Python function on numbers"
         if given is not None and not hasattr(given, "__code__"):
             return f"{name} is a {type(given).__name__}; this backend compiles a Python function (def or lambda)"
+        if given is not None and given.__code__.co_flags & (inspect.CO_VARARGS | inspect.CO_VARKEYWORDS):
+            return f"{name} takes *args or **kwargs, which this backend cannot compile"
     if max(problem.head_dim, problem.head_dim_v) > LARGEST_HEAD:
         return f"head sizes {problem.head_dim} and {problem.head_dim_v}; it goes up to {LARGEST_HEAD}"
     if problem.op == "backward":
@@ -79,9 +75,16 @@ def decline(problem: Problem, kernel: str) -> str | None:
             return "the decode kernel has no backward pass; fa1 has"
         if problem.paged and _pages_shared(problem):
             return "several sequences share a page, whose gradient would be a sum over them"
-        if problem.deterministic and problem.bias is not None and 0 in problem.bias.strides:
+        if problem.deterministic and _bias_is_broadcast(problem):
             return "deterministic=True with a broadcast bias: its gradient is added up in no fixed order"
     return None
+
+
+def _bias_is_broadcast(problem: Problem) -> bool:
+    """Whether several logits share an element of the bias, so that its gradient there is a sum."""
+    if problem.bias is None or problem.bias_shape is None:
+        return False
+    return (1,) * (4 - len(problem.bias_shape)) + tuple(problem.bias_shape) != problem.bias.shape
 
 
 def _pages_shared(problem: Problem) -> bool:
@@ -95,7 +98,7 @@ def plan(problem: Problem, kernel: str) -> Plan:
     from .numba_cuda_logits import Tile
 
     rows = problem.seqlen_q * problem.group_size
-    if simulated():
+    if simulates_cuda():
         tile = Tile(2, 2, 2, 4)
     elif problem.op == "backward":
         small = problem.compute_dtype == np.float32 and max(problem.head_dim, problem.head_dim_v) <= 128  # fits the registers
@@ -132,7 +135,7 @@ def _split(problem: Problem, m_blocks: int) -> int:
 
 @functools.lru_cache(maxsize=None)
 def _multiprocessors(device: int) -> int:
-    if simulated():
+    if simulates_cuda():
         return MULTIPROCESSORS
     return int(sys.modules["cupy"].cuda.Device(device).attributes["MultiProcessorCount"])
 
@@ -144,8 +147,9 @@ class Device:
         from numba import cuda
 
         self.cuda, self.problem = cuda, problem
+        self.modified = problem.score_mod is not None or problem.mask_mod is not None
         self.copies: list[tuple[np.ndarray, Any]] = []  # the simulator's arrays are copies, brought back at the end
-        self.stream: Any = 0 if simulated() else cuda.external_stream(sys.modules["cupy"].cuda.get_current_stream().ptr)
+        self.stream: Any = 0 if simulates_cuda() else cuda.external_stream(sys.modules["cupy"].cuda.get_current_stream().ptr)
 
     def array(self, a: Any, ndim: int | None = None, write: bool = False) -> Any:
         """An ndarray as a device array; bfloat16 as its bits, axes of length 1 in front up to ``ndim``."""
@@ -153,7 +157,7 @@ class Device:
             a = a.view(np.uint16)
         while ndim is not None and a.ndim < ndim:
             a = a[None]
-        if not simulated():
+        if not simulates_cuda():
             return self.cuda.as_cuda_array(a, sync=False)
         copy = self.cuda.to_device(np.array(a, order="C"))
         if write:
@@ -161,18 +165,12 @@ class Device:
         return copy
 
     def host(self, a: np.ndarray) -> Any:
-        """A host array that another call may bring with other numbers, copied to the device."""
-        return self.array(a if simulated() else sys.modules["cupy"].asarray(a))
+        """A small host array, copied to the device."""
+        return self.array(a if simulates_cuda() else sys.modules["cupy"].asarray(a))
 
-    def constant(self, a: np.ndarray) -> Any:
-        """A host array that the next calls bring again: copied to the device once, if it is small."""
-        if simulated() or a.nbytes > LARGEST_RESIDENT:
-            return self.host(a)
-        return _resident(a.tobytes(), a.dtype, a.shape, self.problem.q.device)
-
-    def nothing(self, dtype: Any, ndim: int, length: int = 0) -> Any:
+    def nothing(self, dtype: Any, ndim: int) -> Any:
         """Stands for an option that the call does not have."""
-        return _nothing(np.dtype(dtype), ndim, length, self.problem.q.device)
+        return _nothing(np.dtype(dtype), ndim, self.problem.q.device)
 
     def empty(self, shape: tuple[int, ...], dtype: Any) -> Any:
         """Scratch as an ndarray of the problem's library."""
@@ -182,10 +180,10 @@ class Device:
         """Launch on the caller's stream; a kernel is compiled once for any strides."""
         if grid == 0:
             return
-        if simulated():
+        if simulates_cuda():
             kernel[grid, threads](*args)
         else:
-            _compiled(kernel, tuple(map(_kind, args)))[grid, threads, self.stream](*args)
+            _compiled(kernel, tuple(map(_kind, args)), self.modified)[grid, threads, self.stream](*args)
 
     def finish(self) -> None:
         """Bring the simulator's results back."""
@@ -194,25 +192,15 @@ class Device:
 
 
 @functools.lru_cache(maxsize=None)
-def _nothing(dtype: np.dtype, ndim: int, length: int, device: int) -> Any:
+def _nothing(dtype: np.dtype, ndim: int, device: int) -> Any:
     from numba import cuda
 
-    empty = np.zeros((length,) * ndim, dtype)
-    if simulated():
+    empty = np.zeros((0,) * ndim, dtype)
+    if simulates_cuda():
         return cuda.to_device(empty)
     cupy = sys.modules["cupy"]
     with cupy.cuda.Device(device):
         return cuda.as_cuda_array(cupy.asarray(empty), sync=False)
-
-
-@functools.lru_cache(maxsize=256)
-def _resident(content: bytes, dtype: np.dtype, shape: tuple[int, ...], device: int) -> Any:
-    from numba import cuda
-
-    cupy = sys.modules["cupy"]
-    a = cupy.asarray(np.frombuffer(content, dtype).reshape(shape))
-    cupy.cuda.get_current_stream().synchronize()  # once: the next call may be on another stream
-    return cuda.as_cuda_array(a, sync=False)
 
 
 def _kind(a: Any) -> Any:
@@ -233,14 +221,16 @@ def _numba_type(kind: Any) -> Any:
     return {bool: types.boolean, int: types.int64, float: types.float64}.get(kind) or from_dtype(np.dtype(kind))
 
 
-@functools.lru_cache(maxsize=1024)
-def _compiled(kernel: Any, kinds: tuple) -> Any:
+@functools.lru_cache(maxsize=256)
+def _compiled(kernel: Any, kinds: tuple, modified: bool) -> Any:
     from numba import cuda, types
     from numba.core.errors import NumbaError
 
     try:
         return cuda.jit(types.void(*map(_numba_type, kinds)))(kernel.py_func)
-    except NumbaError as error:  # only what the user brought can fail: score_mod, mask_mod
+    except NumbaError as error:
+        if not modified:
+            raise
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         raise NoBackendError(f"{NAME}: score_mod or mask_mod cannot be compiled for numbers on a GPU: {'; '.join(lines[:3])}") from error
 
@@ -258,7 +248,6 @@ def instance(problem: Problem, plan: Plan) -> Any:
     )
 
 
-@functools.lru_cache(maxsize=256)
 def _modifier(function: Callable | None, arguments: str, names: tuple[str, ...]) -> Callable | None:
     from .numba_cuda_modifiers import modifier
 
@@ -280,15 +269,15 @@ def options(problem: Problem, device: Device) -> dict[str, Any]:
     slopes, sinks = problem.alibi_slopes, problem.sinks
     table = problem.page_table
     return {
-        "meta": device.host(meta) if problem.varlen or problem.kv_lengths is not None else device.constant(meta),
+        "meta": device.host(meta),
         "page_table": device.nothing(np.int64, 2) if table is None else device.host(table),
         "page_size": int(problem.page_size),
         "bias": device.nothing(np.float32, 4) if problem.bias is None else device.array(problem.bias.array),
         "mask": device.nothing(np.bool_, 4) if problem.mask is None else device.array(problem.mask.array),
         "mask_tail": problem.mask_is_tail,
-        "slopes": device.nothing(number, 2) if slopes is None else device.constant(slopes.astype(number)),
-        "sinks": device.nothing(number, 1) if sinks is None else device.constant(sinks.astype(number)),
-        "scale": device.constant(scale),
+        "slopes": device.nothing(number, 2) if slopes is None else device.host(slopes.astype(number)),
+        "sinks": device.nothing(number, 1) if sinks is None else device.host(sinks.astype(number)),
+        "scale": device.host(scale),
         "softcap": number(problem.softcap),
         "window_left": int(problem.window[0]),
         "window_right": int(problem.window[1]),
@@ -299,44 +288,14 @@ def options(problem: Problem, device: Device) -> dict[str, Any]:
 def _mod_arg(x: Any, device: Device) -> Any:
     if isinstance(x, (bool, int, float)):
         return x
-    if np.ndim(x) == 0:
-        return x.item()
-    return device.host(x) if isinstance(x, np.ndarray) else device.array(x)
-
-
-@contextlib.contextmanager
-def _place(problem: Problem) -> Iterator[None]:
-    """The arrays' device and the caller's stream as CuPy's current ones: scratch is taken and filled on that stream too."""
-    if simulated():
-        yield
-        return
-    cuda = sys.modules["cupy"].cuda
-    with cuda.Device(problem.q.device):
-        stream = problem.stream
-        if stream is None:
-            yield
-            return
-        with stream if hasattr(stream, "use") else cuda.Stream.from_external(stream if hasattr(stream, "__cuda_stream__") else _Raw(stream)):
-            yield
-
-
-class _Raw:
-    """A stream that came as a pointer, or as an object with ``ptr``, in the form that CuPy takes."""
-
-    def __init__(self, stream: Any):
-        self.pointer = int(getattr(stream, "ptr", stream))
-
-    def __cuda_stream__(self) -> tuple[int, int]:
-        return 0, self.pointer
+    if hasattr(x, "__cuda_array_interface__"):
+        return device.array(x)
+    x = np.asarray(x)
+    return x.item() if x.ndim == 0 else device.host(x)
 
 
 def run(plan: Plan, problem: Problem) -> None:
     """Write problem.out, and problem.lse unless it is None."""
-    with _place(problem):
-        _forward(plan, problem)
-
-
-def _forward(plan: Plan, problem: Problem) -> None:
     from .numba_cuda_forward import combine_kernel, forward_kernel
 
     fixed, device, splits = instance(problem, plan), Device(problem), plan.num_splits
@@ -360,7 +319,7 @@ def _forward(plan: Plan, problem: Problem) -> None:
         total = batches * q_rows * problem.heads_q * problem.head_dim_v
         sinks = o["sinks"]
         device.launch(
-            combine_kernel(fixed), -(-total // 128), 128, partial, out, lse, sinks, q_rows, problem.heads_q, problem.head_dim_v, splits, total,
+            combine_kernel(fixed.storage, fixed.out), -(-total // 128), 128, partial, out, lse, sinks, q_rows, problem.heads_q, problem.head_dim_v, splits, total,
         )
     device.finish()
     if problem.varlen:
@@ -377,11 +336,6 @@ def _clear_slack(problem: Problem) -> None:
 
 def run_backward(plan: Plan, problem: Problem) -> Gradients:
     """Gradients in canonical axis order, each in the dtype of what it belongs to."""
-    with _place(problem):
-        return _backward(plan, problem)
-
-
-def _backward(plan: Plan, problem: Problem) -> Gradients:
     from .numba_cuda_backward import backward_kernel
 
     fixed, device, tile = instance(problem, plan), Device(problem), plan.extra[0]
@@ -397,7 +351,7 @@ def _backward(plan: Plan, problem: Problem) -> Gradients:
     dbias_kind, dbias_array = "", zeros((1, 1, 1, 1, 1), real)
     if problem.bias is not None:
         shape = (1,) * (4 - len(problem.bias_shape)) + tuple(problem.bias_shape)
-        dbias_kind = "store" if shape == problem.bias.shape else "add"
+        dbias_kind = "add" if _bias_is_broadcast(problem) else "store"
         # Long sums: in float64, and in copies that are added at the end, which keeps digits and the atomic additions apart.
         copies = max(1, min(1024, SUM_ELEMENTS // max(1, math.prod(shape)))) if dbias_kind == "add" else 1
         dbias_array = zeros((copies, *shape), np.float64 if dbias_kind == "add" else real)

@@ -5,7 +5,7 @@ tile of queries and walks over the keys twice: for the maximum, the sum and delt
 tile of keys and walks over the queries (dk, dv, dbias).
 
 The statistics are taken anew, and not from the forward pass: exp(logit - LSE) is off by as much as the rounding of the LSE,
-which grows with the logits, and delta = rowsum(dO * O) by the rounding of O. Two products more out of seven is the price.
+which grows with the logits, and delta = rowsum(dO * O) by the rounding of O. Two products on top of seven are the price.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .numba_cuda_forward import CHUNK
 from .numba_cuda_logits import Instance, logit_function, reader, slope_function, writer
 
 
-@functools.lru_cache(maxsize=None)
+@functools.lru_cache(maxsize=256)
 def backward_kernel(instance: Instance, dout_storage: str, of_keys: bool, dbias: str) -> Any:
     """One of the two kernels: gradients of a tile of keys (``of_keys``), or of a tile of queries.
 
@@ -47,7 +47,7 @@ def backward_kernel(instance: Instance, dout_storage: str, of_keys: bool, dbias:
     logit, slope = logit_function(instance), slope_function(instance)
 
     @cuda.jit
-    def kernel(q, k, v, dout, dlse, state, grad_a, grad_v, grad_bias, meta, page_table, page_size, bias, mask, mask_tail, slopes, sinks, scale,
+    def kernel(q, k, v, dout, dlse, state, grad, grad_values, grad_bias, meta, page_table, page_size, bias, mask, mask_tail, slopes, sinks, scale,
                softcap, window_left, window_right, heads_kv, group, head_dim, head_dim_v, tiles, mods):
         A_smem = cuda.shared.array((M, PITCH), real)  # [row][element]: a chunk of Q or dO
         B_smem = cuda.shared.array((N, PITCH), real)  # [key][element]: a chunk of K or V
@@ -380,19 +380,19 @@ def backward_kernel(instance: Instance, dout_storage: str, of_keys: bool, dbias:
                     else:
                         x *= scale[0]
                     if OF_KEYS:
-                        j = first_key_of(own, N, ty, RK, r)
+                        j = own_index(own, N, ty, RK, r)
                         if j < kv_length:
                             k0, k1 = k_batch, k_begin + j
                             if page_size > 0:
                                 k0, k1 = page_table[b, j // page_size], j % page_size
-                            grad_a[k0, k1, head_kv, d] = write(x)
+                            grad[k0, k1, head_kv, d] = write(x)
                     else:
-                        packed = first_key_of(own, M, ty, RM, r)
+                        packed = own_index(own, M, ty, RM, r)
                         if packed < rows:
-                            grad_a[q_batch, q_begin + packed // group, head_kv * group + packed % group, d] = write(x)
+                            grad[q_batch, q_begin + packed // group, head_kv * group + packed % group, d] = write(x)
         if OF_KEYS:
             for r in range(V_ROWS):
-                j = first_key_of(own, N, ty, RK, r)
+                j = own_index(own, N, ty, RK, r)
                 if j < kv_length:
                     for c in range(V_COLUMNS):
                         d = c // RV * CHUNK + c % RV * TX + tx
@@ -400,12 +400,12 @@ def backward_kernel(instance: Instance, dout_storage: str, of_keys: bool, dbias:
                             k0, k1 = k_batch, k_begin + j
                             if page_size > 0:
                                 k0, k1 = page_table[b, j // page_size], j % page_size
-                            grad_v[k0, k1, head_kv, d] = write(gv_rmem[r, c])
+                            grad_values[k0, k1, head_kv, d] = write(gv_rmem[r, c])
 
     return kernel
 
 
 @cuda.jit(device=True)
-def first_key_of(own, size, ty, each, r):
+def own_index(own, size, ty, each, r):
     """The row or key that is number r of thread row ty in tile ``own``."""
     return own * size + ty * each + r

@@ -18,7 +18,7 @@ CHUNK = 4 if config.ENABLE_CUDASIM else 64  # head elements that lie in shared m
 ROWS, HEADS = (1 << 62) - 1, (1 << 31) - 1  # "& ROWS" tells the compiler that an index is not negative (Python's x[-1])
 
 
-@functools.lru_cache(maxsize=None)
+@functools.lru_cache(maxsize=256)
 def forward_kernel(instance: Instance) -> Any:
     """The forward kernel of one instance.
 
@@ -267,12 +267,12 @@ def forward_kernel(instance: Instance) -> Any:
     return kernel
 
 
-@functools.lru_cache(maxsize=None)
-def combine_kernel(instance: Instance) -> Any:
+@functools.lru_cache(maxsize=256)
+def combine_kernel(storage: str, out: str) -> Any:
     """Merge of the splits: one thread a row and output element; the sink joins here, once."""
-    num = instance.number
+    num = np.float64 if storage == "float64" else np.float32
     INF, ZERO, HALF = num(np.inf), num(0), num(0.5)
-    write = writer(instance.out)
+    write = writer(out)
 
     @cuda.jit
     def kernel(partial, out, lse, sinks, rows, heads_q, head_dim_v, splits, elements):

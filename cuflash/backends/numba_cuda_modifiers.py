@@ -6,6 +6,7 @@ functions have no counterpart; the stand-ins below give those.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 import types
@@ -36,18 +37,53 @@ STAND_INS: dict[str, Callable] = {
 }
 
 
+class Meaning:
+    """A function by what it computes, so that a lambda made anew for every call is compiled once.
+
+    That is its code, defaults, closure and the numbers among its globals. Where those cannot be compared, it is the function itself.
+    """
+
+    def __init__(self, function: Callable):
+        self.function = function
+        scope, code = function.__globals__, function.__code__
+        numbers = {n: scope[n] for n in code.co_names if isinstance(scope.get(n), (bool, int, float, np.number))}
+        values = [
+            *(cell.cell_contents for cell in function.__closure__ or ()),
+            *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values(), *numbers.values(),
+        ]
+        self.key: Any = (code, id(scope), *((type(value), value) for value in values))
+        try:
+            hash(self.key)
+        except TypeError:  # an array, a list
+            self.key = function
+
+    def __hash__(self) -> int:
+        return hash(self.key)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Meaning) and self.key == other.key
+
+
 def modifier(function: Callable, arguments: str, names: tuple[str, ...]) -> Callable:
     """A user's score_mod or mask_mod as a device function that takes mod_args as one tuple.
 
     ``arguments`` are the positional ones, "s, b, h, i, j" or "b, h, i, j"; ``names`` the keys of mod_args in the tuple's order.
     """
-    own = list(inspect.signature(function).parameters)[arguments.count(",") + 1 :]
-    unknown = [n for n in own if n not in names] + [n for n in names if n not in own]
-    if unknown:
-        raise TypeError(f"{function.__name__}: {', '.join(unknown)} is not both a parameter and a name in mod_args")
-    extra = "".join(f", mods[{names.index(n)}]" for n in own)
-    scope = {"user": cuda.jit(device=True)(_on_numbers(function))}
-    exec(f"def bound({arguments}, mods):\n    return user({arguments}{extra})\n", scope)  # the names are identifiers
+    return _bound(Meaning(function), arguments, names)
+
+
+@functools.lru_cache(maxsize=256)
+def _bound(meaning: Meaning, arguments: str, names: tuple[str, ...]) -> Callable:
+    function = meaning.function
+    scope: dict[str, Any] = {"user": cuda.jit(device=True)(_on_numbers(function))}
+    given = arguments.split(", ")
+    for parameter in list(inspect.signature(function).parameters.values())[len(given) :]:
+        if parameter.name in names:
+            given.append(f"mods[{names.index(parameter.name)}]")
+        else:
+            scope[f"default_{parameter.name}"] = parameter.default
+            given.append(f"default_{parameter.name}")
+    exec(f"def bound({arguments}, mods):\n    return user({', '.join(given)})\n", scope)  # the names are identifiers
     return cuda.jit(device=True)(scope["bound"])
 
 
