@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from .device import DeviceInfo
 
-HEAD_CLASSES = (32, 64, 96, 128, 192, 256)  # a head size is padded to the next one, inside the kernel
+HEAD_CLASSES = (32, 64, 96, 128, 160, 192, 256)  # a head size is padded to the next one, inside the kernel
 LARGEST_HEAD = HEAD_CLASSES[-1]
 RESERVED_SHARED_MEMORY = 1024  # bytes that the driver takes of each resident block, from compute capability 8.0
 
@@ -67,21 +67,23 @@ def _both(*tiles: Tile, lean: tuple[Tile, ...] = ()) -> Choice:
 
 # For the larger of the two padded head sizes. The comment gives shared memory at D = Dv, and blocks a multiprocessor.
 PREFILL_FA2: dict[str, dict[int, Choice]] = {
-    # 227 KiB a block, 228 a multiprocessor
+    # 227 KiB a block, 228 a multiprocessor; chosen by measurement on an H200
     "sm_90": {
-        32: _both(Tile(128, 64, 4, 2, 2)),  # 24 KiB, 2
-        64: _both(Tile(128, 64, 4, 2, 2)),  # 48 KiB, 2
+        32: _both(Tile(128, 128, 4, 2, 2)),  # 40 KiB, 2
+        64: _both(Tile(128, 128, 4, 2, 2), lean=(Tile(128, 64, 4, 2, 2),)),  # 80 KiB, 2; lean 48 KiB, 2
         96: _both(Tile(128, 64, 4, 2, 2)),  # 72 KiB, 2
-        128: _both(Tile(128, 64, 4, 2, 2), lean=(Tile(128, 32, 4, 2, 2),)),  # 96 KiB, 2; lean 64 KiB, 2
+        128: Choice((Tile(128, 64, 4, 1, 2),), (Tile(128, 64, 4, 2, 2),), (Tile(128, 32, 4, 2, 2),)),  # 64, 96, 64 KiB, 2
+        160: _both(Tile(128, 64, 8, 2, 1)),  # 120 KiB, 1
         192: _both(Tile(128, 64, 8, 2, 1)),  # 144 KiB, 1
-        256: _both(Tile(128, 64, 8, 2, 1)),  # 192 KiB, 1
+        256: _both(Tile(64, 64, 4, 1, 2)),  # 96 KiB, 2
     },
     # 163 KiB a block, 164 a multiprocessor
     "sm_80": {
-        32: _both(Tile(128, 64, 4, 2, 2)),
-        64: _both(Tile(128, 64, 4, 2, 2)),  # 48 KiB, 2
+        32: _both(Tile(128, 128, 4, 2, 2)),
+        64: _both(Tile(128, 128, 4, 1, 2), lean=(Tile(128, 64, 4, 2, 2),)),  # 48 KiB, 2
         96: _both(Tile(128, 64, 4, 2, 2)),  # 72 KiB, 2
         128: _both(Tile(128, 64, 4, 1, 2), lean=(Tile(128, 32, 4, 2, 2),)),  # 64 KiB, 2
+        160: _both(Tile(128, 64, 8, 2, 1)),  # 120 KiB, 1
         192: _both(Tile(128, 64, 8, 2, 1)),  # 144 KiB, 1
         256: _both(Tile(128, 64, 8, 1, 1)),  # 128 KiB, 1
     },
@@ -91,6 +93,7 @@ PREFILL_FA2: dict[str, dict[int, Choice]] = {
         64: _both(Tile(128, 64, 4, 2, 2)),  # 48 KiB, 2
         96: _both(Tile(128, 64, 4, 1, 2)),  # 48 KiB, 2
         128: _both(Tile(128, 32, 4, 1, 2)),  # 48 KiB, 2
+        160: _both(Tile(64, 64, 4, 1, 1)),  # 60 KiB, 1
         192: _both(Tile(64, 64, 4, 1, 1)),  # 72 KiB, 1
         256: _both(Tile(64, 64, 4, 1, 1)),  # 96 KiB, 1
     },
@@ -100,6 +103,7 @@ PREFILL_FA2: dict[str, dict[int, Choice]] = {
         64: _both(Tile(128, 64, 4, 1, 2)),  # 32 KiB, 2
         96: _both(Tile(128, 64, 4, 1, 1)),  # 48 KiB, 1
         128: _both(Tile(64, 32, 4, 1, 2)),  # 32 KiB, 2
+        160: _both(Tile(64, 32, 4, 1, 1)),  # 40 KiB, 1
         192: _both(Tile(64, 32, 4, 1, 1)),  # 48 KiB, 1
         256: _both(Tile(64, 32, 4, 1, 1)),  # 64 KiB, 1
     },

@@ -88,7 +88,7 @@ template <class C> __device__ __forceinline__ void prefill_fa2(const PrefillPara
     const int position = first_row + seq.position, rows = min(C::M, seq.q_length - first_row);
     const KeyRange keys = visible.of_any(position, position + rows - 1);
     visible.narrow(keys);
-    WarpAttention<C> warp(smem_address(smem), p.logit_scale);
+    WarpAttention<C> warp(p, smem_address(smem));
     if (!keys.empty()) {
         const TileLoader<typename C::QTile, 0, C::THREADS, C::LOAD> q_loader(p.q, p.q_stride, work.batch, seq.q_begin, work.head, p.head_dim);
         const Block<C> block(p, work, seq, visible);

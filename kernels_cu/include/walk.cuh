@@ -34,15 +34,15 @@ template <class C> struct Block {
 
 // A warp's share of a block, and its three operations on a tile. Thread numbers are read anew at each use: registers are scarce.
 template <class C> struct WarpAttention {
+    const PrefillParams& p;
     u32 smem;
-    float logit_scale;
     u32 Q_rmem[C::Q_IN_RMEM ? C::DQK / 16 : 1][C::MT][4];
     float O_rmem[C::MT][C::OT][4];
     float S_rmem[C::MT][C::NT][4];
     u32 P_rmem[C::ALTERNATE ? C::N / 16 : 1][C::MT][4];
     SoftmaxState<2 * C::MT> state;
 
-    __device__ __forceinline__ WarpAttention(u32 smem, float logit_scale) : smem(smem), logit_scale(logit_scale) {
+    __device__ __forceinline__ WarpAttention(const PrefillParams& p, u32 smem) : p(p), smem(smem) {
         state.init();
 #pragma unroll
         for (int mt = 0; mt < C::MT; ++mt)
@@ -77,7 +77,7 @@ template <class C> struct WarpAttention {
         apply_score<C::SCORE>(S_rmem, block.score, lane_position, lane_key);
         if (!block.visible.all(position, position + C::WARP_ROWS - 1, key, key + C::N))
             apply_mask<C::MASK>(S_rmem, block.visible, lane_position, lane_key);
-        state.update(S_rmem, O_rmem, logit_scale);
+        state.update(S_rmem, O_rmem, p.logit_scale);
         if constexpr (C::ALTERNATE) {
 #pragma unroll
             for (int k = 0; k < C::N / 16; ++k) round_weights<C>(P_rmem[k], S_rmem, k);
