@@ -84,6 +84,13 @@ def build_parser() -> argparse.ArgumentParser:
     precompile.add_argument("--jobs", type=positive, default=None, metavar="N", help="compile N at a time (default: all cores)")
     precompile.set_defaults(command=precompile_command)
 
+    bench = commands.add_parser("bench", help="measure cuflash beside its peers").add_subparsers(required=True, metavar="what")
+    prefill = bench.add_parser("prefill", help="long queries on a GPU, beside FlashAttention and cuDNN where they are installed")
+    from .bench import prefill as bench_prefill
+
+    bench_prefill.add_arguments(prefill)
+    prefill.set_defaults(command=bench_prefill.run)
+
     cache = commands.add_parser("cache", help="the compiled kernels on disk, of GPU and CPU")
     actions = cache.add_subparsers(required=True, metavar="action")
     for name, meaning, command in (

@@ -7,13 +7,14 @@ import json
 import numpy as np
 
 from cuflash.bench import cpu as bench
+from cuflash.bench import report
 
 
 def test_lower_bound_of_a_median_is_the_order_statistic_of_the_binomial():
     # 5 pairs: P(the median lies below the smallest) = 1/32 <= 5 %.
     # 11 pairs: P(at most 2 below) = 67/2048 <= 5 %, 3 would be 11 %.
-    assert bench.lower_bound([5.0, 1.0, 4.0, 2.0, 3.0]) == 1
-    assert bench.lower_bound([float(n) for n in range(11)]) == 2
+    assert report.lower_bound([5.0, 1.0, 4.0, 2.0, 3.0]) == 1
+    assert report.lower_bound([float(n) for n in range(11)]) == 2
 
 
 def test_peers_compute_attention():
@@ -41,7 +42,7 @@ def test_a_run_writes_json_and_replaces_only_the_tables_of_a_document(tmp_path, 
     monkeypatch.setattr(bench, "torch_attention", lambda: None)
     monkeypatch.setattr(bench, "gemm_gflops", lambda dtype: 100.0)
     document, data = tmp_path / "doc.md", tmp_path / "data.json"
-    document.write_text(f"before\n{bench.MARKERS[0]}\nold\n{bench.MARKERS[1]}\nafter\n")
+    document.write_text("before\n<!-- cpu tables: begin -->\nold\n<!-- cpu tables: end -->\nafter\n")
     for only in ("float32", "float64"):  # the second run keeps what the first one measured
         assert bench.main(["--json", str(data), "--markdown", str(document), "--only", only]) == 0
     report = json.loads(data.read_text())

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import importlib.metadata
 import json
 import math
 import platform
@@ -26,6 +25,8 @@ import numpy as np
 
 import cuflash
 
+from . import report
+
 SHAPES = ((1, 8, 2048, 64), (1, 8, 4096, 128))  # B, H, N, D
 DTYPES = ("float32", "float64")
 TOLERANCE = {"float32": 1e-5, "float64": 1e-13}
@@ -33,8 +34,6 @@ TURNS = {2048: 15, 4096: 7}
 PAUSE = 0.05
 MOST_WEIGHTS = 2**28  # bytes that NumPy may keep of a forward pass
 PACKAGES = ("cuflash", "numpy", "numba", "llvmlite", "scipy", "torch")
-
-MARKERS = ("<!-- cpu tables: begin -->", "<!-- cpu tables: end -->")
 
 Attention = Callable[[np.ndarray, np.ndarray, np.ndarray, bool], np.ndarray]
 Gradients = tuple[np.ndarray, ...]  # dq, dk, dv
@@ -165,15 +164,6 @@ def seconds(function: Callable[..., Any], *arguments: Any) -> float:
     return time.perf_counter() - start
 
 
-def lower_bound(ratios: list[float]) -> float:
-    """Lower end of the one-sided 95 % confidence interval of the median, by order statistics."""
-    n, rank, chance = len(ratios), 0, 0.0
-    while chance + math.comb(n, rank) / 2**n <= 0.05:
-        chance += math.comb(n, rank) / 2**n
-        rank += 1
-    return sorted(ratios)[max(rank - 1, 0)]
-
-
 def gemm_gflops(dtype: str, n: int = 2048) -> float:
     """Speed of the best of a few BLAS products of square matrices: what the machine can do."""
     from scipy.linalg import blas  # type: ignore[import-untyped]
@@ -200,7 +190,7 @@ def measure(dtype: str, shape: tuple[int, int, int, int], causal: bool, peers: d
         ratios = [theirs / own for theirs, own in pairs]
         own_times = own_times or [own for _, own in pairs]  # beside the first peer: the others leave gigabytes to clean up
         ms, ratio = 1e3 * float(np.median([t for t, _ in pairs])), float(np.median(ratios))
-        found[name] = {"ms": ms, "ratio": ratio, "lower": lower_bound(ratios)}
+        found[name] = {"ms": ms, "ratio": ratio, "lower": report.lower_bound(ratios)}
     own = float(np.median(own_times))
     flops = 4 * b * h * n * n * d / (2 if causal else 1)
     return Result(dtype, shape, causal, 1e3 * own, flops / own / 1e9, gemm, found)
@@ -229,7 +219,7 @@ def measure_backward(
         ratios = [theirs / own for theirs, own in pairs]
         own_times = own_times or [own for _, own in pairs]
         found[name] = {
-            "ms": 1e3 * float(np.median([t for t, _ in pairs])), "ratio": float(np.median(ratios)), "lower": lower_bound(ratios)
+            "ms": 1e3 * float(np.median([t for t, _ in pairs])), "ratio": float(np.median(ratios)), "lower": report.lower_bound(ratios)
         }
     own = float(np.median(own_times))
     flops = 10 * b * h * n * n * d / (2 if causal else 1)
@@ -242,19 +232,12 @@ def environment() -> dict[str, Any]:
     from cuflash.backends.cpu_simd import VECTOR_BYTES
     from cuflash.backends.cpu_threads import thread_count
 
-    versions = {"python": platform.python_version()}
-    for package in PACKAGES:
-        try:
-            versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            if package == "cuflash":
-                versions[package] = cuflash.__version__
     return {
         "cpu": host.cpu_model(),
         "threads": thread_count(),
         "vector_bits": 8 * VECTOR_BYTES,
         "system": f"{platform.system()} {platform.machine()}",
-        "versions": versions,
+        "versions": report.versions(PACKAGES),
     }
 
 
@@ -267,7 +250,7 @@ def summary(results: dict[str, dict]) -> dict[str, float]:
 
     against_torch = ratios("PyTorch")
     if against_torch:
-        figures["PyTorch / cuflash, geometric mean"] = math.exp(sum(map(math.log, against_torch)) / len(against_torch))
+        figures["PyTorch / cuflash, geometric mean"] = report.geometric_mean(against_torch)
         figures["PyTorch / cuflash, smallest"] = min(against_torch)
     for dtype in DTYPES:
         full = [r for r in results.values() if r["dtype"] == dtype and not r["causal"]]
@@ -290,7 +273,7 @@ def backward_summary(results: dict[str, dict]) -> dict[str, float]:
     figures = {}
     for peer in dict.fromkeys(peer for r in results.values() for peer in r["peers"]):
         ratios = [r["peers"][peer]["ratio"] for r in results.values() if peer in r["peers"]]
-        figures[f"backward: {peer} / cuflash, geometric mean"] = math.exp(sum(map(math.log, ratios)) / len(ratios))
+        figures[f"backward: {peer} / cuflash, geometric mean"] = report.geometric_mean(ratios)
         figures[f"backward: {peer} / cuflash, smallest"] = min(ratios)
     return figures
 
@@ -311,9 +294,9 @@ def table(results: dict[str, dict], title: str) -> list[str]:
     return lines
 
 
-def markdown(report: dict) -> str:
+def markdown(found: dict) -> str:
     """The tables of docs/performance.md."""
-    env, results, backward = report["environment"], report["results"], report.get("backward", {})
+    env, results, backward = found["environment"], found["results"], found.get("backward", {})
     versions = ", ".join(f"{name} {version}" for name, version in env["versions"].items())
     lines = [f"{env['cpu']}, {env['threads']} threads, {env['vector_bits']}-bit vectors; {versions}."]
     lines += table(results, "case") if results else []
@@ -321,15 +304,6 @@ def markdown(report: dict) -> str:
     lines += ["", "| figure | value |", "|---|---|"]
     lines += [f"| {name} | {value:.2f} |" for name, value in {**summary(results), **backward_summary(backward)}.items()]
     return "\n".join(lines) + "\n"
-
-
-def write_markdown(path: Path, text: str) -> None:
-    """Write the tables: between the marker lines of an existing document, or as a file of their own."""
-    old = path.read_text() if path.exists() else ""
-    if MARKERS[0] in old and MARKERS[1] in old:
-        head, rest = old.split(MARKERS[0], 1)
-        text = head + MARKERS[0] + "\n" + text + MARKERS[1] + rest.split(MARKERS[1], 1)[1]
-    path.write_text(text)
 
 
 def cases(only: str) -> Iterator[tuple[str, tuple[int, int, int, int], bool]]:
@@ -348,11 +322,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--only", default="", help="measure only cases whose name contains this, such as 'float32 B1 H8 N2048'")
     parser.add_argument("--pass", dest="which", choices=("forward", "backward", "both"), default="both")
     options = parser.parse_args(arguments)
-    report: dict[str, Any] = {"environment": environment(), "results": {}, "backward": {}}
+    found: dict[str, Any] = {"environment": environment(), "results": {}, "backward": {}}
     if options.json and options.json.exists():
         before = json.loads(options.json.read_text())
-        if before["environment"] == report["environment"]:
-            report = {**report, **before}
+        if before["environment"] == found["environment"]:
+            found = {**found, **before}
     peers: dict[str, Attention] = {"NumPy": numpy_attention, "NumPy in place": numpy_in_place}
     backward_peers: dict[str, Differentiator] = {"NumPy": numpy_gradients}
     torch = torch_attention()
@@ -368,14 +342,14 @@ def main(arguments: list[str] | None = None) -> int:
         for name, function, rivals in (("results", measure, peers), ("backward", measure_backward, backward_peers)):
             if options.which in ("both", "forward" if name == "results" else "backward"):
                 result = function(dtype, shape, causal, rivals, speeds[dtype])  # type: ignore[operator]
-                report[name][result.key] = asdict(result)
+                found[name][result.key] = asdict(result)
                 print(f"{name} {result.key}: {result.ms:.1f} ms, {result.gflops:.0f} GFLOP/s", result.peers, flush=True)
     if options.json:
-        options.json.write_text(json.dumps(report, indent=2) + "\n")
+        report.write_json(options.json, found)
     if options.markdown:
-        write_markdown(options.markdown, markdown(report))
+        report.write_markdown(options.markdown, "cpu tables", markdown(found))
     else:
-        print(markdown(report))
+        print(markdown(found))
     return 0
 
 

@@ -1,0 +1,320 @@
+"""Prefill on one GPU beside whatever peers are importable: PyTorch's FlashAttention-2, cuDNN and math, FlashAttention-3, and our naive.
+
+``python -m cuflash bench prefill --json docs/prefill-h200.json --markdown docs/performance.md``
+
+cuflash and a peer take turns on the same inputs (A B A B ...), each replaying a CUDA graph of a few calls, so that host time
+stays out; outputs are compared first. A ratio is the peer's time divided by cuflash's in the same turn: what counts is its median
+and the lower end of a one-sided 95 % confidence interval of that median. TFLOP/s count useful work, half of it when causal.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+import cuflash
+
+from . import report
+
+BF16 = np.dtype(ml_dtypes.bfloat16)
+TOKENS, WIDTH = 16384, 2048  # of every case: batch * length, heads * head size
+HEAD_SIZES, LENGTHS = (64, 128, 256), (512, 1024, 2048, 4096, 8192, 16384)
+TURNS = 11
+TOLERANCE = 2.0**-6  # of two results in bfloat16, relative to the largest element
+SECONDS_A_TURN = 4e-3
+MOST_NAIVE_BYTES = 64 << 30  # scores that a materialising peer may need
+MARKER = "prefill tables"
+PACKAGES = ("cuflash", "numpy", "cupy-cuda13x", "cupy-cuda12x", "nvidia-cuda-nvrtc", "torch", "nvidia-cudnn-cu13", "flash-attn-3")
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Self-attention of equal lengths in bfloat16, layout (B, S, H, D)."""
+
+    head_dim: int
+    seqlen: int
+    causal: bool
+
+    @property
+    def batch(self) -> int:
+        return TOKENS // self.seqlen
+
+    @property
+    def heads(self) -> int:
+        return WIDTH // self.head_dim
+
+    @property
+    def flops(self) -> float:
+        return 4.0 * self.batch * self.heads * self.seqlen**2 * self.head_dim / (2 if self.causal else 1)
+
+    @property
+    def scores(self) -> int:
+        return self.batch * self.heads * self.seqlen**2
+
+    @property
+    def name(self) -> str:
+        return f"D{self.head_dim} N{self.seqlen} {'causal' if self.causal else 'full'}"
+
+
+Arrays = tuple[Any, Any, Any]  # q, k, v as CuPy arrays
+Call = Callable[[], Any]  # computes into a fixed place; returns the output as an array with DLPack, (B, S, H, D)
+Peer = Callable[[Arrays, bool], Call]
+
+
+def cases(only: str = "") -> Iterator[Shape]:
+    """The shapes whose name contains ``only``."""
+    for d in HEAD_SIZES:
+        for n in LENGTHS:
+            for causal in (False, True):
+                shape = Shape(d, n, causal)
+                if only in shape.name:
+                    yield shape
+
+
+def ours(kernel: str) -> Peer:
+    """A kernel of cuflash's cuda backend."""
+
+    def prepare(arrays: Arrays, causal: bool) -> Call:
+        import cupy
+
+        out = cupy.empty_like(arrays[0])
+
+        def call() -> Any:
+            return cuflash.attention(*arrays, causal=causal, kernel=kernel, backend="cuda", out=out)
+
+        return call
+
+    return prepare
+
+
+def torch_sdpa(backend: str) -> Peer:
+    """One of PyTorch's engines behind scaled_dot_product_attention."""
+
+    def prepare(arrays: Arrays, causal: bool) -> Call:
+        torch = importlib.import_module("torch")
+        attention = importlib.import_module("torch.nn.attention")
+        q, k, v = (as_torch(a).transpose(1, 2) for a in arrays)
+
+        def call() -> Any:
+            with attention.sdpa_kernel(getattr(attention.SDPBackend, backend)), torch.no_grad():
+                return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal).transpose(1, 2)
+
+        return call
+
+    return prepare
+
+
+def flash_attention_3(arrays: Arrays, causal: bool) -> Call:
+    module = importlib.import_module(_fa3_module() or "fa3_fwd_interface")
+    q, k, v = map(as_torch, arrays)
+
+    def call() -> Any:
+        out = module.flash_attn_func(q, k, v, causal=causal)
+        return out[0] if isinstance(out, tuple) else out
+
+    return call
+
+
+def _fa3_module() -> str | None:
+    return next((name for name in ("fa3_fwd_interface", "flash_attn_interface") if importlib.util.find_spec(name)), None)
+
+
+def as_torch(a: Any) -> Any:
+    """The same memory as a PyTorch tensor of bfloat16."""
+    torch = importlib.import_module("torch")
+    return torch.from_dlpack(a.view(np.int16)).view(torch.bfloat16)
+
+
+def importable_peers() -> dict[str, Peer]:
+    """Peers that this machine has, the naive kernel of cuflash among them."""
+    peers: dict[str, Peer] = {}
+    if importlib.util.find_spec("torch"):
+        peers["FA2 (PyTorch)"] = torch_sdpa("FLASH_ATTENTION")
+        peers["cuDNN (PyTorch)"] = torch_sdpa("CUDNN_ATTENTION")
+        peers["math (PyTorch)"] = torch_sdpa("MATH")
+        if _fa3_module():
+            peers["FA3"] = flash_attention_3
+    peers["naive (cuflash)"] = ours("naive")
+    return peers
+
+
+def materialises(peer: str) -> bool:
+    """Whether a peer stores the scores."""
+    return peer.startswith(("math", "naive"))
+
+
+class Graph:
+    """A CUDA graph of some calls, captured on a stream of its own by the library that makes the calls."""
+
+    def __init__(self, call: Call, copies: int, of_torch: bool):
+        import cupy
+
+        self.stream = cupy.cuda.Stream(non_blocking=True)
+        if of_torch:
+            torch = importlib.import_module("torch")
+            call()
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                for _ in range(copies):
+                    self.kept = call()
+            self.replay = lambda: self._replay_torch(torch, graph)
+        else:
+            with self.stream:
+                call()
+                self.stream.synchronize()
+                self.stream.begin_capture()
+                for _ in range(copies):
+                    call()
+                graph = self.stream.end_capture()
+            self.replay = lambda: graph.launch(self.stream)
+
+    def _replay_torch(self, torch: Any, graph: Any) -> None:
+        with torch.cuda.stream(torch.cuda.ExternalStream(self.stream.ptr)):
+            graph.replay()
+
+    def seconds(self) -> float:
+        """Time of one replay."""
+        import cupy
+
+        begin, end = cupy.cuda.Event(), cupy.cuda.Event()
+        begin.record(self.stream)
+        self.replay()
+        end.record(self.stream)
+        end.synchronize()
+        return float(cupy.cuda.get_elapsed_time(begin, end)) / 1e3
+
+
+def measure(shape: Shape, kernel: str, peers: dict[str, Peer]) -> dict[str, Any]:
+    """Compare, then time, one shape against every peer."""
+    import cupy
+
+    rng = cupy.random.default_rng(1)
+    size = (shape.batch, shape.seqlen, shape.heads, shape.head_dim)
+    arrays = tuple(rng.standard_normal(size, np.float32).astype(BF16) for _ in range(3))
+    call = ours(kernel)(arrays, shape.causal)
+    expected = call().astype(np.float32)
+    largest = float(abs(expected).max())
+    once = Graph(call, 1, False)
+    copies = max(1, min(40, int(SECONDS_A_TURN / min(once.seconds() for _ in range(3)))))
+    own = Graph(call, copies, False)
+    found: dict[str, Any] = {}
+    times: list[float] = []
+    for name, prepare in peers.items():
+        if materialises(name) and shape.scores * 6 > MOST_NAIVE_BYTES:
+            continue
+        peer = prepare(arrays, shape.causal)
+        result = peer()
+        theirs = result if isinstance(result, cupy.ndarray) else cupy.from_dlpack(result.contiguous().view(_torch_int16())).view(BF16)
+        error = float(abs(theirs.astype(np.float32) - expected).max())
+        if not error <= TOLERANCE * largest:
+            raise RuntimeError(f"{name} and cuflash differ by {error} on {shape.name}")
+        del result, theirs
+        slow = 1 if materialises(name) else copies
+        graph = Graph(peer, slow, not name.endswith("(cuflash)"))
+        graph.seconds(), own.seconds()
+        pairs = [(graph.seconds() / slow, own.seconds() / copies) for _ in range(TURNS)]
+        times += [b for _, b in pairs]
+        ratios = [a / b for a, b in pairs]
+        ms = 1e3 * float(np.median([a for a, _ in pairs]))
+        found[name] = {"ms": ms, "tflops": shape.flops / ms / 1e9, "ratio": float(np.median(ratios)), "lower": report.lower_bound(ratios)}
+        del graph, peer
+        free_memory()
+    ms = 1e3 * float(np.median(times or [own.seconds() / copies for _ in range(TURNS)]))
+    return {"ms": ms, "tflops": shape.flops / ms / 1e9, "kernel": kernel, "peers": found}
+
+
+def _torch_int16() -> Any:
+    return importlib.import_module("torch").int16
+
+
+def free_memory() -> None:
+    """Give both libraries' pools back, so that the next peer finds the memory."""
+    import cupy
+
+    cupy.get_default_memory_pool().free_all_blocks()
+    if "torch" in sys.modules:
+        sys.modules["torch"].cuda.empty_cache()
+
+
+def environment() -> dict[str, Any]:
+    """Card, driver, CUDA, versions and commit."""
+    import cupy
+
+    runtime = cupy.cuda.runtime
+    name = runtime.getDeviceProperties(runtime.getDevice())["name"]
+    return {
+        "card": name.decode() if isinstance(name, bytes) else name,
+        "driver_cuda": runtime.driverGetVersion(),
+        "runtime_cuda": runtime.runtimeGetVersion(),
+        "commit": report.commit(),
+        "versions": report.versions(PACKAGES),
+    }
+
+
+def summary(results: dict[str, Any]) -> dict[str, float]:
+    """Geometric mean and smallest ratio against each peer."""
+    figures = {}
+    for peer in dict.fromkeys(peer for r in results.values() for peer in r["peers"]):
+        rows = [r["peers"][peer] for r in results.values() if peer in r["peers"]]
+        figures[f"{peer} / cuflash, geometric mean of {len(rows)}"] = report.geometric_mean(row["ratio"] for row in rows)
+        figures[f"{peer} / cuflash, smallest"] = min(row["ratio"] for row in rows)
+        figures[f"{peer} / cuflash, smallest lower bound"] = min(row["lower"] for row in rows)
+    return figures
+
+
+def markdown(found: dict[str, Any]) -> str:
+    """The tables of docs/performance.md."""
+    env, results = found["environment"], found["results"]
+    versions = ", ".join(f"{name} {version}" for name, version in env["versions"].items())
+    peers = list(dict.fromkeys(peer for r in results.values() for peer in r["peers"]))
+    header = ["case", "cuflash TFLOP/s", *(f"{peer} TFLOP/s: its time / ours (lower bound)" for peer in peers)]
+    rows = []
+    for name, r in results.items():
+        cells = [r["peers"].get(peer) for peer in peers]
+        rows.append([name, f"{r['tflops']:.0f}", *(f"{p['tflops']:.0f}: {p['ratio']:.2f} ({p['lower']:.2f})" if p else "-" for p in cells)])
+    lines = [f"{env['card']}, CUDA {env['driver_cuda']} (driver) and {env['runtime_cuda']}; {versions}; commit {env['commit'] or 'unknown'}.", ""]
+    lines += report.markdown_table(header, rows)
+    lines += ["", *report.markdown_table(("figure", "value"), ((name, f"{value:.2f}") for name, value in summary(results).items()))]
+    return "\n".join(lines) + "\n"
+
+
+def progress(shapes: list[Shape]) -> Iterable[Shape]:
+    """A progress bar where tqdm is installed."""
+    if importlib.util.find_spec("tqdm"):
+        return importlib.import_module("tqdm").tqdm(shapes, unit="shape")
+    return shapes
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", type=Path, help="write the results here")
+    parser.add_argument("--markdown", type=Path, help="write the tables here, between marker lines if there are any")
+    parser.add_argument("--only", default="", help="cases whose name contains this, such as 'D128 N4096'")
+    parser.add_argument("--kernel", default="fa2", help="the kernel of cuflash's cuda backend")
+    parser.add_argument("--peers", help="names that contain one of these words, separated by commas (default: all)")
+
+
+def run(arguments: argparse.Namespace) -> str:
+    """Measure; returns the Markdown."""
+    if importlib.util.find_spec("cupy") is None:
+        raise cuflash.NoBackendError("bench prefill needs a GPU and CuPy: pip install 'cuflash[cuda13]'")
+    words = arguments.peers.split(",") if arguments.peers else [""]
+    peers = {name: peer for name, peer in importable_peers().items() if any(word in name for word in words)}
+    found: dict[str, Any] = {"environment": environment(), "results": {}}
+    for shape in progress(list(cases(arguments.only))):
+        found["results"][shape.name] = measure(shape, arguments.kernel, peers)
+    if arguments.json:
+        report.write_json(arguments.json, found)
+    text = markdown(found)
+    if arguments.markdown:
+        report.write_markdown(arguments.markdown, MARKER, text)
+    return text
