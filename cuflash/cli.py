@@ -86,10 +86,13 @@ def build_parser() -> argparse.ArgumentParser:
 
     bench = commands.add_parser("bench", help="measure cuflash beside its peers").add_subparsers(required=True, metavar="what")
     prefill = bench.add_parser("prefill", help="long queries on a GPU, beside FlashAttention and cuDNN where they are installed")
+    start = bench.add_parser("start", help="time to the first result on a GPU, and of a call on the host")
     from .bench import prefill as bench_prefill
+    from .bench import start as bench_start
 
-    bench_prefill.add_arguments(prefill)
-    prefill.set_defaults(command=bench_prefill.run)
+    for subparser, module in ((prefill, bench_prefill), (start, bench_start)):
+        module.add_arguments(subparser)
+        subparser.set_defaults(command=module.run)
 
     cache = commands.add_parser("cache", help="the compiled kernels on disk, of GPU and CPU")
     actions = cache.add_subparsers(required=True, metavar="action")

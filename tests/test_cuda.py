@@ -1,0 +1,122 @@
+"""The raw CUDA backend on a GPU, beyond the shared suites: plans of other GPUs, streams, graphs, memory."""
+
+from __future__ import annotations
+
+import compare
+import numpy as np
+import pytest
+from calls import check, expected, present, run
+from cases import BF16, BY_NAME, F16, Target
+
+import cuflash
+from cuflash import device, jit
+from cuflash.backends import naive_cuda
+from cuflash.problem import build_attention
+
+pytestmark = pytest.mark.gpu
+
+FA2 = Target("cuda", "fa2")
+FORCED = ("T4", "A100", "RTX 3090", "RTX 4090")
+NAMES = tuple(
+    name
+    for name in (
+        "tail-square-causal-129", "tail-keys-65", "ratio-6", "head-size-33", "head-size-72", "head-size-128", "head-size-192", "head-size-256",
+        "head-sizes-64-128", "causal-more-queries-65", "window3,5-130x65", "lengths-causal", "left-padding", "softcap", "sinks",
+        "alibi-per-batch-causal", "scale-negative", "packed-slack", "strides-reversed-BSHD-4axes", "strides-offset-BSHD-4axes",
+    )
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("gpu", FORCED)
+@pytest.mark.parametrize("dtype", [F16, BF16], ids=str)
+def test_plans_of_other_gpus(gpu, name, dtype):
+    """Their tiles, shared memory and code paths (no cp.async and no bf16 on a T4), forced on the GPU at hand."""
+    info = device.KNOWN[gpu]
+    if dtype == BF16 and info.cc < (8, 0):
+        pytest.skip("bfloat16 needs compute capability 8.0")
+    case = BY_NAME[name]
+    call = present(case, dtype)
+    with device.pretend(info):
+        run(call, FA2)
+    check(call, expected(case, dtype))
+
+
+def inputs(cupy, *shape):
+    return [cupy.asarray(np.random.default_rng(n).standard_normal(shape).astype(F16)) for n in range(3)]
+
+
+@pytest.mark.parametrize("kernel", ["fa2", "naive"])
+@pytest.mark.parametrize("form", ["current", "stream", "pointer"])
+def test_case_53_it_runs_on_the_callers_stream(form, kernel):
+    import cupy
+
+    q, k, v = inputs(cupy, 2, 65, 4, 64)
+    options = {"causal": True, "backend": "cuda", "kernel": kernel}
+    want = cuflash.attention(q, k, v, **options).get()
+    stream, busy = cupy.cuda.Stream(non_blocking=True), cupy.zeros(1 << 28, np.float32)
+    late = cupy.full_like(q, np.nan)
+    cupy.cuda.Device().synchronize()
+    with stream:
+        for _ in range(4):
+            busy += 1
+        late[...] = q
+        if form == "current":
+            out = cuflash.attention(late, k, v, **options)
+    if form != "current":
+        out = cuflash.attention(late, k, v, stream=stream if form == "stream" else stream.ptr, **options)
+    with stream:
+        result = out + 0
+    stream.synchronize()
+    compare.assert_same_bits(result.get(), want, "out")
+
+
+def test_a_warm_call_is_captured_and_a_cold_one_refuses():
+    import cupy
+
+    q, k, v = inputs(cupy, 1, 130, 2, 64)
+    out = cupy.empty_like(q)
+    stream = cupy.cuda.Stream(non_blocking=True)
+
+    def call(**options):
+        cuflash.attention(q, k, v, backend="cuda", kernel="fa2", out=out, **options)
+
+    with stream:
+        call()
+        stream.synchronize()
+        stream.begin_capture()
+        call()
+        with pytest.raises(jit.JitError, match="before capturing"):
+            call(softcap=3.0, causal=True, scale=0.123)
+        graph = stream.end_capture()
+        q += 1
+        out.fill(np.nan)
+        graph.launch(stream)
+    stream.synchronize()
+    want = compare.expect([build_attention(q.get(), k.get(), v.get())])
+    compare.assert_close(out.get(), want.out[0], want.out_bound, "out")
+
+
+def test_naive_is_refused_with_the_bytes_it_wanted_and_flash_runs():
+    import cupy
+
+    n, free = 32768, cupy.cuda.runtime.memGetInfo()[0]
+    heads = max(32, -(-free // (4 * n * n)) + 1)
+    q = cupy.zeros((1, n, heads, 16), F16)
+    wanted = 4 * heads * n * n
+    assert naive_cuda.workspace(build_attention(q[:, :, :32], q[:, :, :32], q[:, :, :32])) == 128 << 30
+    with pytest.raises(cuflash.NoBackendError, match=f"{wanted:,} bytes"):
+        cuflash.attention(q, q, q, backend="cuda", kernel="naive")
+    out = cuflash.attention(q, q, q, kernel="fa2", backend="cuda")
+    assert not out.any()
+
+
+def test_other_shapes_compile_nothing():
+    import cupy
+
+    q, k, v = inputs(cupy, 3, 70, 4, 64)
+    cuflash.attention(q, k, v, backend="cuda", kernel="fa2")
+    before = len(jit._functions)
+    for n in range(1, 71):
+        cuflash.attention(q[: n % 3 + 1, :n], k[: n % 3 + 1], v[: n % 3 + 1], backend="cuda", kernel="fa2")
+    assert len(jit._functions) == before
