@@ -258,6 +258,7 @@ def options(problem: Problem, device: Device) -> dict[str, Any]:
     """The arguments that forward and backward share."""
     number = problem.compute_dtype.type
     seqs = list(problem.sequences())
+    # Rows: first query row, query rows, first key, keys, first key that is no padding, position of row 0, batch index in q, in k.
     meta = np.zeros((8, max(1, problem.batch)), np.int64)
     for s in seqs:
         batch = 0 if problem.varlen else s.index

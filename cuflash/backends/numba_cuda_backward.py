@@ -18,7 +18,7 @@ import numpy as np
 from numba import cuda, int64
 
 from .numba_cuda_forward import CHUNK
-from .numba_cuda_logits import Instance, logit_function, reader, slope_function, writer
+from .numba_cuda_logits import Instance, in_window, key_place, logit_function, reader, slope_function, writer
 
 
 @functools.lru_cache(maxsize=256)
@@ -202,9 +202,7 @@ def backward_kernel(instance: Instance, dout_storage: str, of_keys: bool, dbias:
                     x = ZERO
                     j = first_key + key
                     if j < kv_length and base + d < (head_dim_v if of_v else head_dim):
-                        k0, k1 = k_batch, k_begin + j
-                        if page_size > 0:
-                            k0, k1 = page_table[b, j // page_size], j % page_size
+                        k0, k1 = key_place(page_table, page_size, b, j, k_batch, k_begin)
                         if of_v:
                             x = read(v[k0, k1, head_kv, base + d])
                         else:
@@ -240,11 +238,7 @@ def backward_kernel(instance: Instance, dout_storage: str, of_keys: bool, dbias:
                     delta_rmem[r] = state[2, q_batch, h, q_begin + row]
                 for c in range(RN):
                     j = first_key + tx + c * TX
-                    visible = packed < rows and j >= kv_start and j < kv_length
-                    if window_left >= 0:
-                        visible = visible and j >= i - window_left
-                    if window_right >= 0:
-                        visible = visible and j <= i + window_right
+                    visible = packed < rows and j >= kv_start and j < kv_length and in_window(i, j, window_left, window_right)
                     p, ds = HIDDEN, HIDDEN
                     if visible:
                         raw = s_rmem[r, c]
@@ -335,9 +329,7 @@ def backward_kernel(instance: Instance, dout_storage: str, of_keys: bool, dbias:
                         x = ZERO
                         j = first_key + key
                         if j < kv_length and base + d < head_dim:
-                            k0, k1 = k_batch, k_begin + j
-                            if page_size > 0:
-                                k0, k1 = page_table[b, j // page_size], j % page_size
+                            k0, k1 = key_place(page_table, page_size, b, j, k_batch, k_begin)
                             x = read(k[k0, k1, head_kv, base + d])
                         B_smem[key, d] = x
                 cuda.syncthreads()
@@ -382,9 +374,7 @@ def backward_kernel(instance: Instance, dout_storage: str, of_keys: bool, dbias:
                     if OF_KEYS:
                         j = own_index(own, N, ty, RK, r)
                         if j < kv_length:
-                            k0, k1 = k_batch, k_begin + j
-                            if page_size > 0:
-                                k0, k1 = page_table[b, j // page_size], j % page_size
+                            k0, k1 = key_place(page_table, page_size, b, j, k_batch, k_begin)
                             grad[k0, k1, head_kv, d] = write(x)
                     else:
                         packed = own_index(own, M, ty, RM, r)
@@ -397,9 +387,7 @@ def backward_kernel(instance: Instance, dout_storage: str, of_keys: bool, dbias:
                     for c in range(V_COLUMNS):
                         d = c // RV * CHUNK + c % RV * TX + tx
                         if d < head_dim_v:
-                            k0, k1 = k_batch, k_begin + j
-                            if page_size > 0:
-                                k0, k1 = page_table[b, j // page_size], j % page_size
+                            k0, k1 = key_place(page_table, page_size, b, j, k_batch, k_begin)
                             grad_values[k0, k1, head_kv, d] = write(gv_rmem[r, c])
 
     return kernel

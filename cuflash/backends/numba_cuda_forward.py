@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numba import config, cuda, int64
 
-from .numba_cuda_logits import Instance, logit_function, reader, writer
+from .numba_cuda_logits import Instance, in_window, key_place, logit_function, reader, writer
 
 CHUNK = 4 if config.ENABLE_CUDASIM else 64  # head elements that lie in shared memory at a time; the simulator pays for each
 ROWS, HEADS = (1 << 62) - 1, (1 << 31) - 1  # "& ROWS" tells the compiler that an index is not negative (Python's x[-1])
@@ -105,12 +105,8 @@ def forward_kernel(instance: Instance) -> Any:
                 j = first_key + key
                 if j >= high:
                     key_smem[0, key] = -1
-                elif page_size > 0:
-                    key_smem[0, key] = page_table[b, j // page_size]
-                    key_smem[1, key] = j % page_size
                 else:
-                    key_smem[0, key] = k_batch
-                    key_smem[1, key] = k_begin + j
+                    key_smem[0, key], key_smem[1, key] = key_place(page_table, page_size, b, j, k_batch, k_begin)
             cuda.syncthreads()
 
             # Scores, a chunk of the head at a time.
@@ -156,11 +152,7 @@ def forward_kernel(instance: Instance) -> Any:
                 row_max = -INF
                 for c in range(RN):
                     j = first_key + tx + c * TX
-                    visible = j < high and row >= 0
-                    if window_left >= 0:
-                        visible = visible and j >= i - window_left
-                    if window_right >= 0:
-                        visible = visible and j <= i + window_right
+                    visible = j < high and row >= 0 and in_window(i, j, window_left, window_right)
                     x = -INF
                     if visible:
                         x = s_rmem[r, c]

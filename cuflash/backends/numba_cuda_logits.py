@@ -120,6 +120,20 @@ def writer(storage: str) -> Callable:
     return write
 
 
+@cuda.jit(device=True)
+def in_window(i, j, left, right):
+    """Whether key j lies in the window of the query at position i; a negative side is unbounded."""
+    return (left < 0 or j >= i - left) and (right < 0 or j <= i + right)
+
+
+@cuda.jit(device=True)
+def key_place(page_table, page_size, b, j, k_batch, k_begin):
+    """The first two indices of key j of sequence b in k and v."""
+    if page_size > 0:
+        return page_table[b, j // page_size], j % page_size
+    return k_batch, k_begin + j
+
+
 def logit_function(instance: Instance) -> Callable:
     """Device function: scaled score of a visible-by-position pair -> logit, -inf where a mask hides it."""
     number = instance.number
