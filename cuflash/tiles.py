@@ -28,8 +28,6 @@ class Tile(NamedTuple):
         Blocks that shall fit a multiprocessor together; it bounds the registers.
     q_registers : bool
         Keep the queries in registers instead of reading them from shared memory in every step.
-    alternate : bool
-        Half of the warps multiply while the other half does its softmax, in turns; needs 2 stages.
     """
 
     m: int
@@ -38,7 +36,6 @@ class Tile(NamedTuple):
     stages: int
     resident: int
     q_registers: bool = False
-    alternate: bool = False
 
     @property
     def threads(self) -> int:
@@ -48,7 +45,7 @@ class Tile(NamedTuple):
         """Bytes of dynamic shared memory for padded head sizes; PrefillFa2::SMEM_BYTES counts the same."""
         pipeline = 2 * (self.m * d + self.stages * self.n * (d + dv))
         staging = 2 * self.m * dv if out_itemsize == 2 else 0
-        return max(pipeline, staging) + 128 * self.alternate
+        return max(pipeline, staging)
 
 
 @dataclass(frozen=True)

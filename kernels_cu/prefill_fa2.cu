@@ -12,19 +12,18 @@
 #include "include/epilogue.cuh"
 #include "include/walk.cuh"
 
-// What an instance fixes. STAGES: tiles of K and of V in shared memory. ALTERNATE: see below. LOAD: see TileLoader.
-template <
-    class In_, class Out_, int DQK_, int DV_, int M_, int N_, int WARPS_, int STAGES_, bool ALTERNATE_, bool Q_IN_RMEM_, int LOAD_, int MASK_,
-    int SCORE_>
+// What an instance fixes. STAGES: tiles of K and of V in shared memory. LOAD: see TileLoader.
+template <class In_, class Out_, int DQK_, int DV_, int M_, int N_, int WARPS_, int STAGES_, bool Q_IN_RMEM_, int LOAD_, int MASK_, int SCORE_>
 struct PrefillFa2 {
     using In = In_;
     using Out = Out_;
     static constexpr int DQK = DQK_, DV = DV_, M = M_, N = N_, STAGES = STAGES_, LOAD = LOAD_, MASK = MASK_, SCORE = SCORE_;
-    static constexpr bool ALTERNATE = ALTERNATE_, Q_IN_RMEM = Q_IN_RMEM_;
+    static constexpr bool Q_IN_RMEM = Q_IN_RMEM_;
     static constexpr int THREADS = 32 * WARPS_;
-    static constexpr int FIRST_LOADER = ALTERNATE ? THREADS / 2 : 0;  // threads from here on copy keys and values
     static constexpr int WARP_ROWS = M / WARPS_;
     static constexpr int MT = WARP_ROWS / 16, NT = N / 8, OT = DV / 8;  // mma tiles of a warp: rows, keys, value columns
+    // S and O leave few registers: what follows from the thread's number is worked out anew for every tile.
+    static constexpr bool TIGHT = 4 * MT * (NT + OT) >= 192 && (OT > NT || MASK != MASK_LENGTH);
     using QTile = SmemTile<M, DQK>;
     using KTile = SmemTile<N, DQK>;
     using VTile = SmemTile<N, DV>;
@@ -32,9 +31,8 @@ struct PrefillFa2 {
     static constexpr int K_SMEM = QTile::BYTES, V_SMEM = K_SMEM + STAGES * KTile::BYTES;  // offsets
     static constexpr int PIPELINE_BYTES = V_SMEM + STAGES * VTile::BYTES;
     static constexpr int STAGING_BYTES = SizeOf<Out>::bytes == 2 ? OTile::BYTES : 0;  // of the epilogue, in the same memory
-    static constexpr int BLOCK_SMEM = PIPELINE_BYTES > STAGING_BYTES ? PIPELINE_BYTES : STAGING_BYTES;
-    static constexpr int SMEM_BYTES = BLOCK_SMEM + (ALTERNATE ? 128 : 0);  // there, Block lies in shared memory: it spares registers
-    static_assert(M % (16 * WARPS_) == 0 && (STAGES == 2 || (STAGES == 1 && !ALTERNATE)), "");
+    static constexpr int SMEM_BYTES = PIPELINE_BYTES > STAGING_BYTES ? PIPELINE_BYTES : STAGING_BYTES;
+    static_assert(M % (16 * WARPS_) == 0 && (STAGES == 1 || STAGES == 2), "");
 };
 
 // Divide by the sums; write out and log-sum-exp. Where the rows are is worked out again: registers are scarce in the main loop.
@@ -74,46 +72,53 @@ __device__ __forceinline__ void finish(const PrefillParams& p, SoftmaxState<2 * 
     }
 }
 
-template <bool ALTERNATE, class C> struct WalkOf { using type = WalkTogether<C>; };
-template <class C> struct WalkOf<true, C> { using type = WalkInTurns<C>; };
-
 template <class C> __device__ __forceinline__ void prefill_fa2(const PrefillParams& p, unsigned char* smem) {
-    using Walk = typename WalkOf<C::ALTERNATE, C>::type;
     const WorkItem work = work_item(p, blockIdx.x);
     const Sequence seq = sequence(p, work.batch);
     const int first_row = work.m_tile * C::M;
     if (first_row >= seq.q_length) return;
 
-    Visibility<C::MASK> visible(p, seq);
-    const int position = first_row + seq.position, rows = min(C::M, seq.q_length - first_row);
-    const KeyRange keys = visible.of_any(position, position + rows - 1);
-    visible.narrow(keys);
-    WarpAttention<C> warp(p, smem_address(smem));
-    if (!keys.empty()) {
-        const TileLoader<typename C::QTile, 0, C::THREADS, C::LOAD> q_loader(p.q, p.q_stride, work.batch, seq.q_begin, work.head, p.head_dim);
-        const Block<C> block(p, work, seq, visible);
-        q_loader.load(warp.smem, first_row, 0, seq.q_length);
-        Walk::start(block, warp.smem);
-        const Block<C>* agreed = &block;
-        if constexpr (C::ALTERNATE) {
-            static_assert(sizeof(Block<C>) <= C::SMEM_BYTES - C::BLOCK_SMEM, "");
-            agreed = reinterpret_cast<const Block<C>*>(smem + C::BLOCK_SMEM);
-            if (threadIdx.x == 0) *reinterpret_cast<Block<C>*>(smem + C::BLOCK_SMEM) = block;
-        }
+    const Block<C> block(p, work, seq, smem_address(smem));
+    WarpAttention<C> warp(p);
+    if (block.visible.begin < block.visible.end) {
+        const TileLoader<typename C::QTile, C::THREADS, C::LOAD> q_loader(p.q, p.q_stride, work.batch, seq.q_begin, work.head, p.head_dim);
+        q_loader.load(threadIdx.x, block.smem, first_row, 0, seq.q_length);
+        block.start(threadIdx.x);
         if constexpr (C::Q_IN_RMEM) {
             copies_wait<C::STAGES - 1>();
             __syncthreads();
-            warp.keep_q();
+            warp.keep_q(block.smem, threadIdx.x);
         }
         // Of the block's tiles, a warp computes those that its own rows may see.
-        int first = block.first, last = block.last;
-        if constexpr ((C::MASK & MASK_BAND) != 0) {
-            const int own_position = position + warp.first_row();
-            const KeyRange own = visible.of_any(own_position, own_position + C::WARP_ROWS - 1);
+        int tile = block.last, first = block.first;
+        bool rare = false;  // V has numbers that are not finite, in a tile that is cut
+        if constexpr (C::MASK != MASK_LENGTH) {
+            const int own_position = block.position + threadIdx.x / 32 * C::WARP_ROWS;
+            const KeyRange own = block.visible.of_any(own_position, own_position + C::WARP_ROWS - 1);
+            const int last = own.empty() ? -1 : (own.end - 1) / C::N;
             first = max(first, own.begin / C::N);
-            last = own.empty() ? -1 : (own.end - 1) / C::N;
+#pragma unroll 1
+            for (; tile >= block.first && tile > last; --tile) rare |= block.pass(thread_index<C::TIGHT>(), tile);
         }
-        Walk::run(*agreed, warp, block.first, block.last, first, last);
+#pragma unroll 1
+        for (; tile >= first; --tile) {
+            const int thread = thread_index<C::TIGHT>();
+            rare |= block.begin(thread, tile);
+            warp.scores(block, thread, tile);
+            rare |= block.middle(thread, tile);
+            warp.softmax(block, thread, tile);
+            warp.values(block, thread, tile);
+        }
+        if constexpr (C::MASK != MASK_LENGTH) {
+            if constexpr ((C::MASK & MASK_LEFT) != 0) {
+#pragma unroll 1
+                for (; tile >= block.first; --tile) rare |= block.pass(thread_index<C::TIGHT>(), tile);
+            }
+            if (rare) {  // the block put together anew: its values must not wait in registers
+                const WorkItem again = work_item(p, block_index());
+                warp.add_not_finite(Block<C>(p, again, sequence(p, again.batch), 0), thread_index());
+            }
+        }
     }
-    finish<C>(p, warp.state, warp.O_rmem, warp.smem);
+    finish<C>(p, warp.state, warp.O_rmem, smem_address(smem));
 }

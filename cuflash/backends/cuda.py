@@ -43,7 +43,7 @@ class Instance:
     def name(self) -> str:
         heads = f"d{self.d}" if self.d == self.dv else f"d{self.d}v{self.dv}"
         t = self.tile
-        words = ["prefill_fa2", SHORT_TYPES[self.dtype], heads, f"m{t.m}n{t.n}w{t.warps}s{t.stages}" + "q" * t.q_registers + "a" * t.alternate]
+        words = ["prefill_fa2", SHORT_TYPES[self.dtype], heads, f"m{t.m}n{t.n}w{t.warps}s{t.stages}" + "q" * t.q_registers]
         if self.out != self.dtype:
             words.append(f"to_{SHORT_TYPES[self.out]}")
         words += ["band"] * bool(self.mask & MASK_BAND)
@@ -64,8 +64,7 @@ class Instance:
     @functools.cached_property
     def source(self) -> jit.Source:
         t = self.tile
-        flags = (str(flag).lower() for flag in (t.alternate, t.q_registers))
-        numbers = (self.d, self.dv, t.m, t.n, t.warps, t.stages, *flags, self.load, self.mask, self.score)
+        numbers = (self.d, self.dv, t.m, t.n, t.warps, t.stages, str(t.q_registers).lower(), self.load, self.mask, self.score)
         stub = (
             f"using Instance = PrefillFa2<{TYPES[self.dtype]}, {TYPES[self.out]}, {', '.join(map(str, numbers))}>;\n"
             f'static_assert(sizeof(PrefillParams) == {launch.PREFILL_PARAMS.itemsize}, "launch.py mirrors params.cuh");\n'

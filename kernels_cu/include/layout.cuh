@@ -29,8 +29,8 @@ template <int ROWS_, int COLUMNS> struct SmemTile {
 };
 
 // Copies tiles of rows of one (batch, head) into shared memory; what lies outside the array becomes 0.
-// THREADS of the block take part, from FIRST_THREAD on. LOAD: bytes of one copy. 16, 8, 4: columns are contiguous, addresses and the head size are multiples of it. 2: any strides.
-template <class Tile, int FIRST_THREAD, int THREADS, int LOAD> struct TileLoader {
+// LOAD: bytes of one copy. 16, 8, 4: columns are contiguous, addresses and the head size are multiples of it. 2: any strides.
+template <class Tile, int THREADS, int LOAD> struct TileLoader {
     static constexpr int PASS = THREADS / Tile::CHUNKS;  // rows that the threads cover at a time
     static constexpr int PASSES = (Tile::ROWS + PASS - 1) / PASS;
     static constexpr int UNROLL = LOAD == 16 && CUFLASH_ARCH >= 800 ? PASSES : 1;  // what goes through registers would fill them
@@ -45,14 +45,48 @@ template <class Tile, int FIRST_THREAD, int THREADS, int LOAD> struct TileLoader
           row_stride(s.row), column_stride(s.column), columns(columns) {}
 
     // Rows tile_row, tile_row + 1, ... of the array; only those in [begin, end) are read.
-    __device__ __forceinline__ void load(u32 tile_smem, int tile_row, int begin, int end) const {
-        if (LOAD == 16 && tile_row >= begin && tile_row + Tile::ROWS <= end) copy<true>(tile_smem, tile_row, begin, end);
-        else copy<false>(tile_smem, tile_row, begin, end);
+    __device__ __forceinline__ void load(int thread, u32 tile_smem, int tile_row, int begin, int end) const {
+        if (LOAD == 16 && tile_row >= begin && tile_row + Tile::ROWS <= end) copy<true>(thread, tile_smem, tile_row, begin, end);
+        else copy<false>(thread, tile_smem, tile_row, begin, end);
+    }
+
+    // Whether one of the numbers that this thread copied is infinite or NaN; and replace those by 0.
+    template <class T> static __device__ __forceinline__ bool not_finite(int thread, u32 tile_smem) {
+        u32 watched = 0;
+#pragma unroll 1
+        for (int i = 0; i < OWN_CHUNKS; ++i) {
+            const uint4 x = load_smem_16(own_chunk(thread, tile_smem, i));
+            watched = watch2<T>(watch2<T>(watch2<T>(watch2<T>(watched, x.x), x.y), x.z), x.w);
+        }
+        return (watched & 0x7fff7fffu) != 0;
+    }
+
+    template <class T> static __device__ __forceinline__ void clear_not_finite(int thread, u32 tile_smem) {
+#pragma unroll 1
+        for (int i = 0; i < OWN_CHUNKS; ++i) {
+            const u32 at = own_chunk(thread, tile_smem, i);
+            const uint4 x = load_smem_16(at);
+            store_smem(at, make_uint4(only_finite<T>(x.x), only_finite<T>(x.y), only_finite<T>(x.z), only_finite<T>(x.w)));
+        }
     }
 
   private:
-    template <bool WHOLE> __device__ __forceinline__ void copy(u32 tile_smem, int tile_row, int begin, int end) const {
-        const int thread = thread_index() - FIRST_THREAD, row = thread / Tile::CHUNKS, chunk = thread % Tile::CHUNKS;  // of the first pass
+    static_assert(Tile::ROWS % PASS == 0 || PASS % Tile::ROWS == 0, "");
+    static constexpr int OWN_CHUNKS = PASSES * Tile::BLOCKS;
+
+    // The i-th chunk that this thread copied. Where a pass has more rows than the tile, threads past its end name a chunk of others.
+    static __device__ __forceinline__ u32 own_chunk(int thread, u32 tile_smem, int i) {
+        const int row = thread / Tile::CHUNKS % Tile::ROWS + i / Tile::BLOCKS * PASS;
+        return tile_smem + i % Tile::BLOCKS * Tile::BLOCK_BYTES + Tile::offset(row, thread % Tile::CHUNKS);
+    }
+
+    template <class T> static __device__ __forceinline__ u32 only_finite(u32 x) {
+        const float2 f = not_finite2<T>(x);
+        return x & ((f.x == 0.0f ? 0xffffu : 0u) | (f.y == 0.0f ? 0xffff0000u : 0u));
+    }
+
+    template <bool WHOLE> __device__ __forceinline__ void copy(int thread, u32 tile_smem, int tile_row, int begin, int end) const {
+        const int row = thread / Tile::CHUNKS, chunk = thread % Tile::CHUNKS;  // of the first pass
         const u32 dst = tile_smem + Tile::offset(row, chunk);
         const u16* src = first_gmem + (tile_row + row) * row_stride;
         if constexpr (LOAD > 2) src += chunk * 8;

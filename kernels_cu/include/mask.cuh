@@ -3,7 +3,8 @@
 
 // Compile-time kinds, combined by |.
 constexpr int MASK_LENGTH = 0;  // only kv_start <= j < kv_length
-constexpr int MASK_BAND = 1;    // and i - left <= j <= i + right: causal and windows
+constexpr int MASK_RIGHT = 1;   // and j <= i + right: causal
+constexpr int MASK_LEFT = 2;    // and j >= i - left: with MASK_RIGHT, a window
 
 struct KeyRange {
     int begin, end;  // begin <= j < end
@@ -22,21 +23,24 @@ template <int MASK> struct Visibility {
     __device__ __forceinline__ void narrow(const KeyRange& range) { begin = range.begin, end = range.end; }
 
     // Keys that any of the positions first..last may see.
-    __device__ __forceinline__ KeyRange of_any(int first, int last) const {
-        if constexpr (MASK & MASK_BAND) return {max(begin, first - left), min(end, last + right + 1)};
-        return {begin, end};
-    }
+    __device__ __forceinline__ KeyRange of_any(int first, int last) const { return between(first, last); }
 
     // Keys that each of the positions first..last sees.
-    __device__ __forceinline__ KeyRange of_all(int first, int last) const {
-        if constexpr (MASK & MASK_BAND) return {max(begin, last - left), min(end, first + right + 1)};
-        return {begin, end};
-    }
+    __device__ __forceinline__ KeyRange of_all(int first, int last) const { return between(last, first); }
 
     // Whether all of the positions first..last see all of the keys first_key..end_key - 1.
     __device__ __forceinline__ bool all(int first, int last, int first_key, int end_key) const {
         const KeyRange whole = of_all(first, last);
         return whole.begin <= first_key && end_key <= whole.end;
+    }
+
+  private:
+    // From the first key of one position to the last of another.
+    __device__ __forceinline__ KeyRange between(int left_of, int right_of) const {
+        return {
+            (MASK & MASK_LEFT) != 0 ? max(begin, left_of - left) : begin,
+            (MASK & MASK_RIGHT) != 0 ? min(end, right_of + right + 1) : end,
+        };
     }
 };
 

@@ -10,7 +10,8 @@ __device__ __forceinline__ u32 block_index() {
     return x;
 }
 
-__device__ __forceinline__ int thread_index() {
+template <bool ANEW = true> __device__ __forceinline__ int thread_index() {
+    if constexpr (!ANEW) return threadIdx.x;
     int x;
     asm volatile("mov.u32 %0, %%tid.x;" : "=r"(x));
     return x;
