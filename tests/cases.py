@@ -331,6 +331,7 @@ PACKED = (
     case("packed-empty", "6,5,9,4,2,16", causal, packed=Packed((0, 5, 0, 1, 3, 0), (4, 9, 0, 0, 1, 0))),
     case("packed-slack", "3,9,70,4,2,16", causal, packed=Packed((3, 0, 9), (70, 2, 9), slack=(6, 4))),
     case("packed-slack-sinks", "2,9,70,4,2,16", sinks, packed=Packed((3, 9), (70, 9), slack=(6, 4))),
+    case("packed-slack-splits", "2,9,70,4,2,16", sinks, fixed(num_splits=3), packed=Packed((3, 5), (70, 9), slack=(6, 4))),
     case("packed-heads-first", "3,9,70,4,2,16", causal, layout="BHSD", packed=Packed((3, 1, 9), (70, 2, 9), slack=(1, 0))),
     case("packed-transposed", "3,9,70,4,2,16", causal, strides="transposed", packed=Packed((3, 1, 9), (70, 2, 9), slack=(1, 3))),
     case("packed-no-sequence", "0,0,0,4,2,16", packed=Packed((), (), slack=(3, 2))),

@@ -252,3 +252,18 @@ def test_case_64_two_logits_that_nearly_tie(dtype: np.dtype, target: Target) -> 
     compare.assert_close(g.dv, want, error * float(np.abs(want).max()), "dv")
     if dtype == F16:
         assert error < 2 * compare.eps(F16) * 1.01
+
+
+@every_gradient_target
+@every_dtype
+@pytest.mark.parametrize("sink", [0.1, 100.1, 1000.3, -77.7])
+def test_rows_that_see_only_the_sink(sink: float, dtype: np.dtype, target: Target) -> None:
+    """Its weight is 1 then, also where it is a number that float32 does not have: dsink is the sum of the rows' dlse."""
+    q, k, v = zeros(dtype, 1, 3, 2, 16), zeros(dtype, 1, 5, 1, 16), normal(0, (1, 5, 1, 16), dtype)
+    options = {"mask": np.zeros((3, 5), bool), "sinks": [sink, sink]}
+    lse_dtype = F64 if dtype == F64 else F32
+    dlse = np.array([[[1, 2, 3], [4, 5, 6]]], lse_dtype)
+    out, lse = devices.run(target, cuflash.attention, q, k, v, return_lse=True, **options)
+    g = devices.run(target, cuflash.attention_backward, normal(1, q.shape, dtype), q, k, v, out, lse, arrays=6, dlse=dlse, **options)
+    assert not g.dq.any() and not g.dk.any() and not g.dv.any()
+    assert_values(np.asarray(g.dsinks), [6, 15], "dsinks")

@@ -166,7 +166,9 @@ def test_decline_says_why(monkeypatch):
     assert "bias" in reason("H200", bias=np.zeros((256, 256), F16))
     assert "mask" in reason("H200", mask=np.ones((256, 256), bool))
     assert "score_mod" in reason("H200", score_mod="s")
-    assert "host memory" in cuda.decline(problem(), "fa2")
+    monkeypatch.setattr(cuda, "unusable", lambda: "no GPU")
+    p = problem()
+    assert cuda.decline(p.replace(q=dataclasses.replace(p.q, device=0)), "fa2") is None  # the kernel could; the planner asks for a GPU
 
 
 # ---- index maps of shared memory: the formulas of layout.cuh --------------------------------------------------------------

@@ -156,6 +156,7 @@ def refine_rows(one, size, p, g, s, task, lane, pages, sinks, weights, work, col
         if p.sinks and not math.isnan(total):
             sink = sinks[head]
             base = max(base, sink) if top_t != -INF else sink if sink != -INF else 0.0
+            base = np.float64(type(one)(base))  # as it is stored: the factor and the sink's weight refer to the same number
             shrink = math.exp(top_t - base)
             delta *= shrink
             whole = total * shrink + math.exp(sink - base)

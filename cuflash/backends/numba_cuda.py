@@ -317,10 +317,11 @@ def run(plan: Plan, problem: Problem) -> None:
         m_blocks, o["mods"],
     )
     if splits > 1:
-        total = batches * q_rows * problem.heads_q * problem.head_dim_v
+        rows = q_rows if problem.cu_seqlens_q is None else int(problem.cu_seqlens_q[-1])  # behind the last sequence nothing was computed
+        total = batches * rows * problem.heads_q * problem.head_dim_v
         sinks = o["sinks"]
         device.launch(
-            combine_kernel(fixed.storage, fixed.out), -(-total // 128), 128, partial, out, lse, sinks, q_rows, problem.heads_q, problem.head_dim_v, splits, total,
+            combine_kernel(fixed.storage, fixed.out), -(-total // 128), 128, partial, out, lse, sinks, rows, problem.heads_q, problem.head_dim_v, splits, total,
         )
     device.finish()
     if problem.varlen:
@@ -385,6 +386,7 @@ def _sink_gradient(problem: Problem, state: Any) -> Any:
     xp = sys.modules[problem.q.kind]
     end = state.shape[-1] if problem.cu_seqlens_q is None else int(problem.cu_seqlens_q[-1])
     base, factor, delta = state[..., :end].astype(np.float64)
-    sinks = xp.asarray(problem.sinks, np.float64)[None, :, None]
-    weight = xp.where(xp.isneginf(sinks), 0.0, xp.exp(sinks - base) * factor)
+    sinks = xp.asarray(problem.sinks.astype(problem.compute_dtype), np.float64)[None, :, None]  # as the kernel saw them
+    with np.errstate(invalid="ignore"):  # an empty row and a sink of -inf
+        weight = xp.where(xp.isneginf(sinks), 0.0, xp.exp(sinks - base) * factor)
     return -(weight * delta).sum(axis=(0, 2)).astype(problem.compute_dtype)
