@@ -203,7 +203,10 @@ class _Emitter:
         b = self.builder
         size = self.maximum(x, b.fneg(x))
         t = self.exp(b.fmul(size, self.constant(-2)))
-        large = b.fdiv(b.fsub(self.constant(1), t), b.fadd(self.constant(1), t))
+        # 1 - 2t / (1 + t) above 1, where 1 - t and 1 + t would each add a rounding; one division serves both forms.
+        beyond = b.fcmp_ordered(">", size, self.constant(1))
+        top = b.select(beyond, b.fmul(t, self.constant(-2)), b.fsub(self.constant(1), t))
+        large = b.fadd(b.select(beyond, self.constant(1), self.constant(0)), b.fdiv(top, b.fadd(self.constant(1), t)))
         large = b.select(b.fcmp_ordered("<", x, self.constant(0)), b.fneg(large), large)
         z = b.fmul(x, x)
         small = self.muladd(b.fmul(x, z), self.polynomial(_tanh_coefficients(self.size), z), x)
