@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import sys
 from pathlib import Path
 
 
@@ -25,6 +26,17 @@ def cpu_model() -> str:
         lines = []
     names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     return next(names, "") or platform.processor() or platform.machine() or "unknown"
+
+
+def logs(topic: str) -> bool:
+    """Whether CUFLASH_LOG names this topic, "plan" or "jit"; several are separated by commas."""
+    return topic in os.environ.get("CUFLASH_LOG", "").split(",")
+
+
+def log(topic: str, line: str) -> None:
+    """One line on stderr, if CUFLASH_LOG names the topic."""
+    if logs(topic):
+        print(f"cuflash {topic}: {line}", file=sys.stderr, flush=True)
 
 
 def simulates_cuda() -> bool:

@@ -15,7 +15,6 @@ import json
 import logging
 import os
 import re
-import sys
 import threading
 import time
 from collections import defaultdict
@@ -24,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from . import compiled
+from . import compiled, host
 from .device import actual, pretended
 
 logger = logging.getLogger("cuflash")
@@ -300,8 +299,7 @@ def _find(name: str, arch: str, digest: str) -> bytes | None:
 def _report(line: str) -> None:
     """One line on stderr if CUFLASH_LOG has "jit"."""
     logger.debug(line)
-    if "jit" in os.environ.get("CUFLASH_LOG", ""):
-        print(f"cuflash jit: {line}", file=sys.stderr, flush=True)
+    host.log("jit", line)
 
 
 def _first_line(error: BaseException) -> str:

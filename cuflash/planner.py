@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from . import backends
+from . import backends, host
 from .types import HOST, NoBackendError, Plan, Problem
 
 
@@ -26,10 +26,29 @@ def choose(problem: Problem) -> Plan:
             reason = decline(backend, problem, kernel) or unusable(backend)
             if reason is None:
                 plan = backend.plan(problem, kernel)
-                return dataclasses.replace(plan, declined=(*declined, *plan.declined)) if declined else plan
+                if declined:
+                    plan = dataclasses.replace(plan, declined=(*declined, *plan.declined))
+                if host.logs("plan"):
+                    report(problem, plan)
+                return plan
             declined.append(f"{name}/{kernel}: {reason}")
     asked = f"kernel={problem.kernel!r}, backend={problem.backend!r}"
     raise NoBackendError(f"no backend can run this {problem.op} call ({asked}):\n  " + "\n  ".join(declined))
+
+
+def report(problem: Problem, plan: Plan) -> None:
+    """Print a choice when it is made for the first time (CUFLASH_LOG=plan)."""
+    rows, keys = plan.tile
+    what = f"{problem.op}{' varlen' if problem.varlen else ''}{' paged' if problem.paged else ''} {problem.q.dtype}"
+    sizes = f"head size {problem.head_dim}" + (f"/{problem.head_dim_v}" if problem.head_dim_v != problem.head_dim else "")
+    how = f"tile {rows} x {keys}, {plan.num_splits} split{'s' if plan.num_splits > 1 else ''}, {plan.threads} threads"
+    line = "; ".join([f"{what}, {sizes}: {plan.backend}/{plan.kernel}, {how}", plan.reason, *(f"declined {x}" for x in plan.declined)])
+    if line not in _reported:
+        _reported.add(line)
+        host.log("plan", line)
+
+
+_reported: set[str] = set()
 
 
 def candidates(problem: Problem) -> tuple[str, ...]:

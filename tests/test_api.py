@@ -332,3 +332,19 @@ def test_alibi_slopes():
         cuflash.alibi_slopes(0)
     with refused(TypeError, "heads:", "2.0", "integer"):
         cuflash.alibi_slopes(2.0)
+
+
+def test_log_of_plans_prints_each_choice_once(monkeypatch, capsys):
+    from cuflash import planner
+
+    monkeypatch.setenv("CUFLASH_LOG", "jit,plan")
+    monkeypatch.setattr(planner, "_reported", set())
+    for n in (5, 5, 9):  # other sizes, the same choice
+        cuflash.attention(*[normal(1, n, 2, 16)] * 3, backend="reference")
+    lines = capsys.readouterr().err.splitlines()
+    assert len({line.split("tile")[0] for line in lines}) == 1
+    assert lines[0].startswith("cuflash plan: attention float") and "head size 16: reference/naive" in lines[0]
+    monkeypatch.setenv("CUFLASH_LOG", "jit")
+    monkeypatch.setattr(planner, "_reported", set())
+    cuflash.attention(*[normal(1, 5, 2, 16)] * 3, backend="reference")
+    assert not capsys.readouterr().err

@@ -20,7 +20,8 @@ FORCED = ("T4", "A100", "RTX 3090", "RTX 4090")
 NAMES = tuple(
     name
     for name in (
-        "tail-square-causal-129", "tail-keys-65", "ratio-6", "head-size-33", "head-size-72", "head-size-128", "head-size-192", "head-size-256",
+        "tail-square-causal-129", "tail-keys-65", "ratio-6", "head-size-33", "head-size-72", "head-size-128", "head-size-192",
+        "head-size-256",
         "head-sizes-64-128", "causal-more-queries-65", "window3,5-130x65", "lengths-causal", "left-padding", "softcap", "sinks",
         "alibi-per-batch-causal", "scale-negative", "packed-slack", "strides-reversed-BSHD-4axes", "strides-offset-BSHD-4axes",
     )

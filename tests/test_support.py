@@ -46,7 +46,7 @@ def test_what_a_kernel_accepts_it_runs(row, column):
             assert len(reason) > 10
             continue
         names.append(name)
-        if backend.NAME not in ("cuda", "numba-cuda"):  # those need a GPU; the conformance suite runs its options there and in the simulator
+        if backend.NAME not in ("cuda", "numba-cuda"):  # those need a GPU, where the conformance suite runs them
             run(asked, backend, kernel)
     cell = support.cell(support.ROWS[row], backend, kernel)
     assert names == {support.ALL: list(support.DTYPES), support.NONE: []}.get(cell, cell.split())

@@ -53,8 +53,8 @@ def unusable() -> str | None:
 
         NVVM()
     except Exception as error:  # whatever the driver or NVVM raises, it is a reason and not a failure of the call
-        return f"Numba cannot use CUDA here ({type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}); " \
-               "pip install 'numba-cuda[cu13]' (or [cu12]) brings NVVM"
+        first = next(iter(str(error).strip().splitlines()), "")
+        return f"Numba cannot use CUDA here ({type(error).__name__}: {first}); pip install 'numba-cuda[cu13]' (or [cu12]) brings NVVM"
     return None
 
 
@@ -241,7 +241,8 @@ def instance(problem: Problem, plan: Plan) -> Any:
     from .numba_cuda_logits import Instance
 
     return Instance(
-        storage=problem.q.dtype.name, out=problem.out.dtype.name, chunks=-(-problem.head_dim // CHUNK), chunks_v=-(-problem.head_dim_v // CHUNK),
+        storage=problem.q.dtype.name, out=problem.out.dtype.name,
+        chunks=-(-problem.head_dim // CHUNK), chunks_v=-(-problem.head_dim_v // CHUNK),
         tile=plan.extra[0], sqdist=problem.score == "sqdist", bias="" if problem.bias is None else problem.bias.dtype.name,
         mask=problem.mask is not None, score_mod=_modifier(problem.score_mod, "s, b, h, i, j", tuple(problem.mod_args)),
         mask_mod=_modifier(problem.mask_mod, "b, h, i, j", tuple(problem.mod_args)),
@@ -321,7 +322,8 @@ def run(plan: Plan, problem: Problem) -> None:
         total = batches * rows * problem.heads_q * problem.head_dim_v
         sinks = o["sinks"]
         device.launch(
-            combine_kernel(fixed.storage, fixed.out), -(-total // 128), 128, partial, out, lse, sinks, rows, problem.heads_q, problem.head_dim_v, splits, total,
+            combine_kernel(fixed.storage, fixed.out), -(-total // 128), 128, partial, out, lse, sinks, rows, problem.heads_q,
+            problem.head_dim_v, splits, total,
         )
     device.finish()
     if problem.varlen:

@@ -47,8 +47,8 @@ def backward_kernel(instance: Instance, dout_storage: str, of_keys: bool, dbias:
     logit, slope = logit_function(instance), slope_function(instance)
 
     @cuda.jit
-    def kernel(q, k, v, dout, dlse, state, grad, grad_values, grad_bias, meta, page_table, page_size, bias, mask, mask_tail, slopes, sinks, scale,
-               softcap, window_left, window_right, heads_kv, group, head_dim, head_dim_v, tiles, mods):
+    def kernel(q, k, v, dout, dlse, state, grad, grad_values, grad_bias, meta, page_table, page_size, bias, mask, mask_tail, slopes,
+               sinks, scale, softcap, window_left, window_right, heads_kv, group, head_dim, head_dim_v, tiles, mods):
         A_smem = cuda.shared.array((M, PITCH), real)  # [row][element]: a chunk of Q or dO
         B_smem = cuda.shared.array((N, PITCH), real)  # [key][element]: a chunk of K or V
         P_smem = cuda.shared.array((M, P_PITCH), real)  # [row][key]: weights, then gradients of scores; -0.0: not visible

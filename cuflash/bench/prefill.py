@@ -282,7 +282,8 @@ def markdown(found: dict[str, Any]) -> str:
     for name, r in results.items():
         cells = [r["peers"].get(peer) for peer in peers]
         rows.append([name, f"{r['tflops']:.0f}", *(f"{p['tflops']:.0f}: {p['ratio']:.2f} ({p['lower']:.2f})" if p else "-" for p in cells)])
-    lines = [f"{env['card']}, CUDA {env['driver_cuda']} (driver) and {env['runtime_cuda']}; {versions}; commit {env['commit'] or 'unknown'}.", ""]
+    cuda = f"CUDA {env['driver_cuda']} (driver) and {env['runtime_cuda']}"
+    lines = [f"{env['card']}, {cuda}; {versions}; commit {env['commit'] or 'unknown'}.", ""]
     lines += report.markdown_table(header, rows)
     lines += ["", *report.markdown_table(("figure", "value"), ((name, f"{value:.2f}") for name, value in summary(results).items()))]
     return "\n".join(lines) + "\n"

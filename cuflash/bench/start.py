@@ -1,4 +1,4 @@
-"""How long the first attention() of a process takes on a GPU, beyond ``import cupy; cupy.zeros(1)``: with an empty cache, and with a warm one.
+"""How long the first attention() of a process takes on a GPU beyond ``import cupy; cupy.zeros(1)``, its cache empty or filled.
 
 ``python -m cuflash bench start``
 """
@@ -46,9 +46,8 @@ def measure(runs: int) -> dict[str, dict[str, float]]:
     for _ in range(runs):
         with tempfile.TemporaryDirectory() as cache:
             for state in ("cold", "warm"):
-                done = subprocess.run(
-                    [sys.executable, "-c", PROGRAM], env={**os.environ, "CUFLASH_CACHE_DIR": cache}, capture_output=True, text=True, check=True,
-                )
+                environment = {**os.environ, "CUFLASH_CACHE_DIR": cache}
+                done = subprocess.run([sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, check=True)
                 found[state].append(json.loads(done.stdout))
     return {state: {name: float(np.median([one[name] for one in all_])) for name in all_[0]} for state, all_ in found.items()}
 
