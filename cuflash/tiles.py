@@ -41,11 +41,10 @@ class Tile(NamedTuple):
     def threads(self) -> int:
         return 32 * self.warps
 
-    def shared_memory(self, d: int, dv: int, out_itemsize: int = 2) -> int:
+    def shared_memory(self, d: int, dv: int) -> int:
         """Bytes of dynamic shared memory for padded head sizes; PrefillFa2::SMEM_BYTES counts the same."""
         pipeline = 2 * (self.m * d + self.stages * self.n * (d + dv))
-        staging = 2 * self.m * dv if out_itemsize == 2 else 0
-        return max(pipeline, staging)
+        return max(pipeline, 2 * self.m * dv)  # the rows of out pass through the same memory
 
 
 @dataclass(frozen=True)
@@ -67,9 +66,9 @@ PREFILL_FA2: dict[str, dict[int, Choice]] = {
     # 227 KiB a block, 228 a multiprocessor; chosen by measurement on an H200
     "sm_90": {
         32: _both(Tile(128, 128, 4, 2, 2)),  # 40 KiB, 2
-        64: _both(Tile(128, 128, 4, 2, 2), lean=(Tile(128, 64, 4, 2, 2),)),  # 80 KiB, 2; lean 48 KiB, 2
+        64: _both(Tile(128, 128, 4, 1, 2), lean=(Tile(128, 64, 4, 2, 2),)),  # 48 KiB, 2
         96: _both(Tile(128, 64, 4, 2, 2)),  # 72 KiB, 2
-        128: Choice((Tile(128, 64, 4, 1, 2),), (Tile(128, 64, 4, 2, 2),), (Tile(128, 32, 4, 2, 2),)),  # 64, 96, 64 KiB, 2
+        128: _both(Tile(128, 64, 4, 2, 2), lean=(Tile(128, 32, 4, 2, 2),)),  # 96 KiB, 2; lean 64 KiB, 2
         160: _both(Tile(128, 64, 8, 2, 1)),  # 120 KiB, 1
         192: _both(Tile(128, 64, 8, 2, 1)),  # 144 KiB, 1
         256: _both(Tile(64, 64, 4, 1, 2)),  # 96 KiB, 2
@@ -79,7 +78,7 @@ PREFILL_FA2: dict[str, dict[int, Choice]] = {
         32: _both(Tile(128, 128, 4, 2, 2)),
         64: _both(Tile(128, 128, 4, 1, 2), lean=(Tile(128, 64, 4, 2, 2),)),  # 48 KiB, 2
         96: _both(Tile(128, 64, 4, 2, 2)),  # 72 KiB, 2
-        128: _both(Tile(128, 64, 4, 1, 2), lean=(Tile(128, 32, 4, 2, 2),)),  # 64 KiB, 2
+        128: Choice((Tile(128, 64, 4, 1, 2),), (Tile(128, 32, 4, 2, 2),), (Tile(128, 32, 4, 2, 2),)),  # 64 KiB, 2
         160: _both(Tile(128, 64, 8, 2, 1)),  # 120 KiB, 1
         192: _both(Tile(128, 64, 8, 2, 1)),  # 144 KiB, 1
         256: _both(Tile(128, 64, 8, 1, 1)),  # 128 KiB, 1
@@ -122,10 +121,10 @@ def head_class(size: int) -> int:
     return next(c for c in HEAD_CLASSES if size <= c)
 
 
-def prefill_fa2(d: int, dv: int, band: bool, lean: bool, out_itemsize: int, info: DeviceInfo) -> Tile | None:
+def prefill_fa2(d: int, dv: int, band: bool, lean: bool, info: DeviceInfo) -> Tile | None:
     """The first tile of the table whose shared memory fits the device, for padded head sizes; None if none does."""
     choice = PREFILL_FA2[family(info)][max(d, dv)]
     for tile in choice.lean if lean else choice.band if band else choice.full:
-        if tile.shared_memory(d, dv, out_itemsize) <= info.shared_memory_block:
+        if tile.shared_memory(d, dv) <= info.shared_memory_block:
             return tile
     return None

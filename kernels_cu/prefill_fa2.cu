@@ -23,15 +23,14 @@ struct PrefillFa2 {
     static constexpr int WARP_ROWS = M / WARPS_;
     static constexpr int MT = WARP_ROWS / 16, NT = N / 8, OT = DV / 8;  // mma tiles of a warp: rows, keys, value columns
     // S and O leave few registers: what follows from the thread's number is worked out anew for every tile.
-    static constexpr bool TIGHT = 4 * MT * (NT + OT) >= 192 && (OT > NT || MASK != MASK_LENGTH);
+    static constexpr bool TIGHT = 4 * MT * (NT + OT) >= (SCORE == SCORE_PLAIN && LOAD > 2 ? 192 : 128) && (OT > NT || MASK != MASK_LENGTH);
     using QTile = SmemTile<M, DQK>;
     using KTile = SmemTile<N, DQK>;
     using VTile = SmemTile<N, DV>;
     using OTile = SmemTile<M, DV>;
     static constexpr int K_SMEM = QTile::BYTES, V_SMEM = K_SMEM + STAGES * KTile::BYTES;  // offsets
     static constexpr int PIPELINE_BYTES = V_SMEM + STAGES * VTile::BYTES;
-    static constexpr int STAGING_BYTES = SizeOf<Out>::bytes == 2 ? OTile::BYTES : 0;  // of the epilogue, in the same memory
-    static constexpr int SMEM_BYTES = PIPELINE_BYTES > STAGING_BYTES ? PIPELINE_BYTES : STAGING_BYTES;
+    static constexpr int SMEM_BYTES = PIPELINE_BYTES > OTile::BYTES ? PIPELINE_BYTES : OTile::BYTES;  // out passes through it in the end
     static_assert(M % (16 * WARPS_) == 0 && (STAGES == 1 || STAGES == 2), "");
 };
 
@@ -63,13 +62,9 @@ __device__ __forceinline__ void finish(const PrefillParams& p, SoftmaxState<2 * 
     }
 
     const i64 out_offset = work.batch * p.out_stride.batch + (seq.q_begin + first_row) * p.out_stride.row + work.head * p.out_stride.head;
-    if constexpr (SizeOf<typename C::Out>::bytes == 2) {
-        __syncthreads();  // the staging lies over Q, K and V
-        store_rows_16bit<typename C::Out, typename C::OTile, C::THREADS>(
-            O_rmem, smem, static_cast<u16*>(p.out) + out_offset, p.out_stride, rows, p.head_dim_v, p.out_vector, warp_row, lane);
-    } else {
-        store_rows_fp32(O_rmem, static_cast<float*>(p.out) + out_offset, p.out_stride, rows, p.head_dim_v, warp_row, lane);
-    }
+    __syncthreads();  // the staging lies over Q, K and V
+    store_rows<typename C::Out, typename C::OTile, C::THREADS>(
+        O_rmem, smem, static_cast<u16*>(p.out) + out_offset, p.out_stride, rows, p.head_dim_v, p.out_vector, warp_row, lane);
 }
 
 template <class C> __device__ __forceinline__ void prefill_fa2(const PrefillParams& p, unsigned char* smem) {

@@ -68,4 +68,4 @@ def test_the_code_of_another_gpu_compiles_for_this_one(as_arch):
 def test_names_are_distinct_and_tell_the_tile():
     names = [instance.name for instance in cuda.common("sm_90a")]
     assert len(set(names)) == len(names)
-    assert "prefill_fa2_bf16_d128_m128n64w4s2_band" in names  # as tiles.py has it
+    assert "prefill_fa2_bf16_d128_m128n64w4s2_causal" in names  # as tiles.py has it

@@ -36,10 +36,10 @@ def problem(shape=(2, 256, 4, 64), heads_kv=None, dv=None, dtype=F16, sk=None, *
 @pytest.mark.parametrize("dv", tiles.HEAD_CLASSES)
 def test_a_tile_fits_every_gpu(name, d, dv):
     info = device.KNOWN[name]
-    for band, lean, item in itertools.product((False, True), (False, True), (2, 4)):
-        tile = tiles.prefill_fa2(d, dv, band, lean, item, info)
+    for band, lean in itertools.product((False, True), repeat=2):
+        tile = tiles.prefill_fa2(d, dv, band, lean, info)
         assert tile is not None
-        assert tile.shared_memory(d, dv, item) <= info.shared_memory_block
+        assert tile.shared_memory(d, dv) <= info.shared_memory_block
         assert tile.m % (16 * tile.warps) == 0 and tile.n % 16 == 0
 
 
@@ -49,7 +49,7 @@ def test_resident_blocks_fit_the_multiprocessor(name, d):
     """What launch bounds promise must not be undone by shared memory or threads."""
     info = device.KNOWN[name]
     for band, lean in itertools.product((False, True), repeat=2):
-        tile = tiles.prefill_fa2(d, d, band, lean, 2, info)
+        tile = tiles.prefill_fa2(d, d, band, lean, info)
         reserved = tiles.RESERVED_SHARED_MEMORY if info.cc >= (8, 0) else 0
         assert tile.resident * (tile.shared_memory(d, d) + reserved) <= info.shared_memory_sm
         assert tile.resident * tile.threads <= info.threads_sm
@@ -90,7 +90,8 @@ def test_instances_tell_masks_and_scores_apart():
         return chosen.mask, chosen.score
 
     assert kinds() == (cuda.MASK_LENGTH, cuda.SCORE_PLAIN)
-    assert kinds(causal=True) == kinds(window=(7, 0)) == kinds(causal="upper_left") == (cuda.MASK_BAND, cuda.SCORE_PLAIN)
+    assert kinds(causal=True) == kinds(causal="upper_left") == kinds(window=(-1, 3)) == (cuda.MASK_RIGHT, cuda.SCORE_PLAIN)
+    assert kinds(window=(7, 0)) == kinds(window=(7, -1)) == (cuda.MASK_RIGHT | cuda.MASK_LEFT, cuda.SCORE_PLAIN)
     assert kinds(kv_lengths=[3, 4]) == (cuda.MASK_LENGTH, cuda.SCORE_PLAIN)
     for scale in (-1.0, 0.0, 1e-35):
         assert kinds(scale=scale) == (cuda.MASK_LENGTH, cuda.SCORE_SCALED)

@@ -13,16 +13,16 @@ import numpy as np
 
 from .. import device, jit, launch, tiles
 from ..tiles import Tile
-from ..types import HOST, Plan, Problem
+from ..types import HOST, UNBOUNDED, Plan, Problem
 from . import naive_cuda
 
 NAME = "cuda"
 KERNELS = ("fa2", "naive")
 
-MASK_LENGTH, MASK_BAND = 0, 1  # as in mask.cuh
+MASK_LENGTH, MASK_RIGHT, MASK_LEFT = 0, 1, 2  # as in mask.cuh
 SCORE_PLAIN, SCORE_SCALED, SCORE_SOFTCAP, SCORE_ALIBI = 0, 1, 2, 4  # as in score.cuh
-TYPES = {"float16": "Fp16", "bfloat16": "Bf16", "float32": "Fp32"}
-SHORT_TYPES = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}
+TYPES = {"float16": "Fp16", "bfloat16": "Bf16"}
+SHORT_TYPES = {"float16": "fp16", "bfloat16": "bf16"}
 LARGEST_GRID = 2**31 - 1
 
 
@@ -46,7 +46,8 @@ class Instance:
         words = ["prefill_fa2", SHORT_TYPES[self.dtype], heads, f"m{t.m}n{t.n}w{t.warps}s{t.stages}" + "q" * t.q_registers]
         if self.out != self.dtype:
             words.append(f"to_{SHORT_TYPES[self.out]}")
-        words += ["band"] * bool(self.mask & MASK_BAND)
+        if self.mask != MASK_LENGTH:
+            words.append("window" if self.mask & MASK_LEFT else "causal")
         for bit, word in ((SCORE_SCALED, "scaled"), (SCORE_SOFTCAP, "softcap"), (SCORE_ALIBI, "alibi")):
             words += [word] * bool(self.score & bit)
         if self.load != 16:
@@ -54,12 +55,8 @@ class Instance:
         return "_".join(words)
 
     @property
-    def out_itemsize(self) -> int:
-        return 4 if self.out == "float32" else 2
-
-    @property
     def shared_memory(self) -> int:
-        return self.tile.shared_memory(self.d, self.dv, self.out_itemsize)
+        return self.tile.shared_memory(self.d, self.dv)
 
     @functools.cached_property
     def source(self) -> jit.Source:
@@ -106,7 +103,7 @@ def decline(problem: Problem, kernel: str) -> str | None:
     dtype, out = problem.q.dtype.name, problem.out_dtype.name
     if dtype in ("float32", "float64"):
         return f"{dtype} arrays need the kernel prefill_fp, which is not part of this version; float16 and bfloat16 run"
-    if dtype not in TYPES or out not in ("float16", "bfloat16"):
+    if dtype not in TYPES or out not in TYPES:
         return f"{dtype} arrays with {out} results; it weighs values in 16 bits, so that it offers float16 and bfloat16 results only"
     absent = {
         "page_table": problem.paged, "bias": problem.bias is not None, "mask": problem.mask is not None,
@@ -142,12 +139,12 @@ def decline(problem: Problem, kernel: str) -> str | None:
 def instance(problem: Problem, info: device.DeviceInfo) -> Instance | None:
     """The kernel instance for these arrays, or None if no tile fits the GPU."""
     d, dv = tiles.head_class(problem.head_dim), tiles.head_class(problem.head_dim_v)
-    band = problem.window != (-1, -1)
+    left, right = (side != UNBOUNDED for side in problem.window)
+    mask = MASK_RIGHT | MASK_LEFT if left else MASK_RIGHT if right else MASK_LENGTH
     load, score = launch.copy_bytes((problem.q, problem.k, problem.v)), score_kind(problem)
-    tile = tiles.prefill_fa2(d, dv, band, score != SCORE_PLAIN or load == 2, problem.out_dtype.itemsize, info)
+    tile = tiles.prefill_fa2(d, dv, mask != MASK_LENGTH, score != SCORE_PLAIN or load == 2, info)
     if tile is None:
         return None
-    mask = MASK_BAND if band else MASK_LENGTH
     return Instance(problem.q.dtype.name, problem.out_dtype.name, d, dv, tile, mask, score, load)
 
 
@@ -176,11 +173,11 @@ def plan(problem: Problem, kernel: str) -> Plan:
 def _section(problem: Problem, chosen: Instance, info: device.DeviceInfo) -> int:
     """(batch, head) pairs whose tiles are handed out together.
 
-    Without a band mask all tiles cost the same, and one head after the other keeps its keys and values in the L2 cache. With
-    one, the longest tiles of as many heads as fit half of the cache start together, so that none of them ends alone.
+    Where every row sees all keys, all tiles cost the same, and one head after the other keeps its keys and values in the L2 cache. Else
+    the longest tiles of as many heads as fit half of the cache start together, so that none of them ends alone.
     """
     pairs = max(1, problem.batch * problem.heads_q)
-    if not chosen.mask & MASK_BAND:
+    if chosen.mask == MASK_LENGTH:
         return 1
     bytes_per_pair = 2 * problem.seqlen_k * (problem.head_dim + problem.head_dim_v) // problem.group_size
     m_tiles = max(1, -(-problem.seqlen_q // chosen.tile.m))
@@ -218,7 +215,7 @@ def with_load(chosen: Instance, load: int, info: device.DeviceInfo) -> Instance:
         return chosen
     tile = chosen.tile
     if load == 2:
-        tile = tiles.prefill_fa2(chosen.d, chosen.dv, bool(chosen.mask & MASK_BAND), True, chosen.out_itemsize, info) or tile
+        tile = tiles.prefill_fa2(chosen.d, chosen.dv, chosen.mask != MASK_LENGTH, True, info) or tile
     return dataclasses.replace(chosen, tile=tile, load=load)
 
 
@@ -274,23 +271,23 @@ def common(arch: str) -> Iterator[Instance]:
     info = representative(arch)
     dtypes = ("float16",) if info.cc < (8, 0) else ("float16", "bfloat16")
 
-    def make(dtype: str, d: int, band: bool, **rest: Any) -> Instance:
-        out = rest.pop("out", dtype)
-        lean = rest.get("score", SCORE_PLAIN) != SCORE_PLAIN or rest.get("load") == 2
-        tile = tiles.prefill_fa2(d, d, band, lean, 4 if out == "float32" else 2, info)
+    def make(dtype: str, d: int, mask: int, load: int = 16, score: int = SCORE_PLAIN, out: str | None = None) -> Instance:
+        tile = tiles.prefill_fa2(d, d, mask != MASK_LENGTH, score != SCORE_PLAIN or load == 2, info)
         assert tile is not None
-        return Instance(dtype, out, d, d, tile, MASK_BAND if band else MASK_LENGTH, **rest)
+        return Instance(dtype, out or dtype, d, d, tile, mask, score, load)
 
     for d in tiles.HEAD_CLASSES:
         for dtype in dtypes:
-            for band in (False, True):
-                yield make(dtype, d, band)
+            for mask in (MASK_LENGTH, MASK_RIGHT):
+                yield make(dtype, d, mask)
     for d in (64, 128):
+        yield make("float16", d, MASK_RIGHT | MASK_LEFT)
         for load in (8, 4, 2):
-            yield make("float16", d, True, load=load)
+            yield make("float16", d, MASK_RIGHT, load=load)
         for score in (SCORE_SCALED, SCORE_SOFTCAP, SCORE_ALIBI, SCORE_SOFTCAP | SCORE_ALIBI):
-            yield make("float16", d, True, score=score)
-        yield make("float16", d, True, out="float32")
+            yield make("float16", d, MASK_RIGHT, score=score)
+    if "bfloat16" in dtypes:
+        yield make("float16", 64, MASK_LENGTH, out="bfloat16")
 
 
 def representative(arch: str) -> device.DeviceInfo:

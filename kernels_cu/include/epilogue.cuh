@@ -4,7 +4,7 @@
 // Accumulators of a block of M rows, already divided by their sums -> out, in the 16-bit type Out, through shared memory, so
 // that whole sectors are written. `row_gmem` is out at the block's first row and column 0; rows counts those that exist.
 template <class Out, class Tile, int THREADS, int MT, int OT>
-__device__ __forceinline__ void store_rows_16bit(
+__device__ __forceinline__ void store_rows(
     const float (&acc)[MT][OT][4], u32 smem, u16* row_gmem, const Strides& stride, int rows, int columns, bool vector, int warp_row, int lane
 ) {
 #pragma unroll
@@ -40,20 +40,4 @@ __device__ __forceinline__ void store_rows_16bit(
             }
         }
     }
-}
-
-// The same in float32, straight from registers: four lanes write a sector.
-template <int MT, int OT>
-__device__ __forceinline__ void store_rows_fp32(
-    const float (&acc)[MT][OT][4], float* row_gmem, const Strides& stride, int rows, int columns, int warp_row, int lane
-) {
-#pragma unroll
-    for (int mt = 0; mt < MT; ++mt)
-#pragma unroll
-        for (int ot = 0; ot < OT; ++ot)
-#pragma unroll
-            for (int c = 0; c < 4; ++c) {
-                const int row = warp_row + 16 * mt + c / 2 * 8 + lane / 4, column = 8 * ot + lane % 4 * 2 + c % 2;
-                if (row < rows && column < columns) row_gmem[row * stride.row + column * stride.column] = acc[mt][ot][c];
-            }
 }

@@ -53,7 +53,7 @@ template <class Tile, int THREADS, int LOAD> struct TileLoader {
     // Whether one of the numbers that this thread copied is infinite or NaN; and replace those by 0.
     template <class T> static __device__ __forceinline__ bool not_finite(int thread, u32 tile_smem) {
         u32 watched = 0;
-#pragma unroll 1
+#pragma unroll 4
         for (int i = 0; i < OWN_CHUNKS; ++i) {
             const uint4 x = load_smem_16(own_chunk(thread, tile_smem, i));
             watched = watch2<T>(watch2<T>(watch2<T>(watch2<T>(watched, x.x), x.y), x.z), x.w);

@@ -10,10 +10,6 @@ using i64 = long long;
 
 struct Fp16 {};  // IEEE binary16
 struct Bf16 {};  // bfloat16
-struct Fp32 {};
-
-template <class T> struct SizeOf { static constexpr int bytes = 2; };
-template <> struct SizeOf<Fp32> { static constexpr int bytes = 4; };
 
 constexpr float LOG2E = 1.4426950408889634f;
 constexpr float LN2 = 0.6931471805599453f;

@@ -156,7 +156,7 @@ template <class C> struct WarpAttention {
             for (int ot = 0; ot < C::OT; ++ot)
 #pragma unroll
                 for (int c = 0; c < 2; ++c) {
-                    const int column = 8 * ot + thread % 4 * 2 + c;
+                    const int column = 8 * ot + thread_index() % 4 * 2 + c;  // read anew, or all columns' offsets are kept
                     const volatile u16* number = v.first_gmem + key * v.row_stride + column * v.column_stride;
                     const float x = not_finite2<typename C::In>(column < v.columns ? u32(*number) : 0u).x;
                     if (!__any_sync(0xffffffffu, x != 0.0f)) continue;  // a branch, so that the loads do not pile up in registers
