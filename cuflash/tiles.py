@@ -88,7 +88,7 @@ PREFILL_FA2: dict[str, dict[int, Choice]] = {
         32: _both(Tile(128, 64, 4, 2, 2)),
         64: _both(Tile(128, 64, 4, 2, 2)),  # 48 KiB, 2
         96: _both(Tile(128, 64, 4, 1, 2)),  # 48 KiB, 2
-        128: _both(Tile(128, 32, 4, 1, 2)),  # 48 KiB, 2
+        128: _both(Tile(128, 32, 4, 1, 2), lean=(Tile(64, 64, 4, 1, 2),)),  # 48 KiB, 2
         160: _both(Tile(64, 64, 4, 1, 1)),  # 60 KiB, 1
         192: _both(Tile(64, 64, 4, 1, 1)),  # 72 KiB, 1
         256: _both(Tile(64, 64, 4, 1, 1)),  # 96 KiB, 1

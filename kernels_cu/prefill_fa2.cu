@@ -4,16 +4,16 @@
 // no other warp. Keys and values come in tiles of N rows, from the last visible to the first; a tile that no row of the block may
 // see is never loaded, and only tiles that some row sees in part are masked.
 //
-// Costs, per warp and tile of 32 rows x 64 keys at D = 128: 256 mma (1 MFLOP), 80 ldmatrix, 16 cp.async, and in softmax 4.5 issue
-// slots a score (max, fma, ex2, add, half a conversion) = 288, and 128 to rescale: about 800 issue slots, where the tensor cores are
-// busy for about 1,600 clocks. Shared memory delivers 40 KiB for it (80 ldmatrix of 512 bytes, 320 clocks of the multiprocessor for
-// each of its 8 warps). So tensor cores are the ceiling as long as two warps a scheduler hide each other's softmax: two blocks
-// of 4 warps a multiprocessor, hence at most 256 registers.
+// Costs, per warp and tile of 32 rows x 64 keys at D = 128: 256 mma (2 MFLOP), 80 ldmatrix, 16 cp.async; softmax takes 4.5 issue slots
+// for each of a lane's 64 scores (max, fma, ex2, add, half a conversion), 288, and 128 to rescale. Together about 900 issue slots, while
+// at 8 clocks an mma the tensor cores are busy for 2,048 clocks: they are the ceiling as long as two warps a scheduler hide each
+// other's softmax. Hence two blocks of 4 warps a multiprocessor, and at most 255 registers a thread.
 #include "include/epilogue.cuh"
 #include "include/walk.cuh"
 
 // What an instance fixes. STAGES: tiles of K and of V in shared memory. LOAD: see TileLoader.
-template <class In_, class Out_, int DQK_, int DV_, int M_, int N_, int WARPS_, int STAGES_, bool Q_IN_RMEM_, int LOAD_, int MASK_, int SCORE_>
+template <
+    class In_, class Out_, int DQK_, int DV_, int M_, int N_, int WARPS_, int STAGES_, bool Q_IN_RMEM_, int LOAD_, int MASK_, int SCORE_>
 struct PrefillFa2 {
     using In = In_;
     using Out = Out_;
@@ -22,7 +22,7 @@ struct PrefillFa2 {
     static constexpr int THREADS = 32 * WARPS_;
     static constexpr int WARP_ROWS = M / WARPS_;
     static constexpr int MT = WARP_ROWS / 16, NT = N / 8, OT = DV / 8;  // mma tiles of a warp: rows, keys, value columns
-    // S and O leave few registers: what follows from the thread's number is worked out anew for every tile.
+    // Few registers are left beside S and O: what follows from the thread's number is worked out anew for every tile.
     static constexpr bool TIGHT = 4 * MT * (NT + OT) >= (SCORE == SCORE_PLAIN && LOAD > 2 ? 192 : 128) && (OT > NT || MASK != MASK_LENGTH);
     using QTile = SmemTile<M, DQK>;
     using KTile = SmemTile<N, DQK>;

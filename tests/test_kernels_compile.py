@@ -7,7 +7,6 @@ import functools
 import re
 
 import pytest
-
 from cuflash import jit
 from cuflash.backends import cuda
 

@@ -9,7 +9,6 @@ import math
 import ml_dtypes
 import numpy as np
 import pytest
-
 from cuflash import device, launch, tiles
 from cuflash import problem as problems
 from cuflash.backends import cuda

@@ -7,7 +7,6 @@ import dataclasses
 import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -130,7 +129,8 @@ def decline(problem: Problem, kernel: str) -> str | None:
         return f"bfloat16 needs compute capability 8.0, {info.name} has {info.cc[0]}.{info.cc[1]}; float16 runs"
     chosen = instance(problem, info)
     if chosen is None:
-        return f"no tile for head sizes {sizes[0]} and {sizes[1]} fits the {info.shared_memory_block:,} bytes of shared memory of {info.name}"
+        memory = f"{info.shared_memory_block:,} bytes of shared memory of {info.name}"
+        return f"no tile for head sizes {sizes[0]} and {sizes[1]} fits the {memory}"
     if _grid(problem, chosen.tile) > LARGEST_GRID:
         return f"{_grid(problem, chosen.tile):,} blocks; a grid has at most {LARGEST_GRID:,}"
     return None
@@ -167,7 +167,8 @@ def plan(problem: Problem, kernel: str) -> Plan:
         f"tensor cores (mma.sync), {t.m} rows x {t.n} keys a block of {t.warps} warps, {chosen.shared_memory:,} bytes of shared memory "
         f"on {info.name}"
     )
-    return Plan(kernel=kernel, backend=NAME, reason=why, tile=(t.m, t.n), threads=t.threads, extra=(chosen, _section(problem, chosen, info)))
+    extra = (chosen, _section(problem, chosen, info))
+    return Plan(kernel=kernel, backend=NAME, reason=why, tile=(t.m, t.n), threads=t.threads, extra=extra)
 
 
 def _section(problem: Problem, chosen: Instance, info: device.DeviceInfo) -> int:

@@ -5,7 +5,8 @@
 // that whole sectors are written. `row_gmem` is out at the block's first row and column 0; rows counts those that exist.
 template <class Out, class Tile, int THREADS, int MT, int OT>
 __device__ __forceinline__ void store_rows(
-    const float (&acc)[MT][OT][4], u32 smem, u16* row_gmem, const Strides& stride, int rows, int columns, bool vector, int warp_row, int lane
+    const float (&acc)[MT][OT][4], u32 smem, u16* row_gmem, const Strides& stride, int rows, int columns, bool vector, int warp_row,
+    int lane
 ) {
 #pragma unroll
     for (int mt = 0; mt < MT; ++mt)

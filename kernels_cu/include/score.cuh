@@ -20,7 +20,8 @@ template <int SCORE> struct ScoreTransform {
     float scale, softcap, slope;
 
     // scale: of the argument of tanh if there is a softcap (then softcap is in log2 units), else into log2 units.
-    __device__ __forceinline__ ScoreTransform(const PrefillParams& p, int batch, int head) : scale(p.scale), softcap(p.softcap), slope(0.0f) {
+    __device__ __forceinline__ ScoreTransform(const PrefillParams& p, int batch, int head)
+        : scale(p.scale), softcap(p.softcap), slope(0.0f) {
         if constexpr ((SCORE & SCORE_ALIBI) != 0) slope = p.alibi_slopes[i64(batch) * p.heads_q + head];
     }
 
