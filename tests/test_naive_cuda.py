@@ -3,6 +3,7 @@ kernel would get, so that pointers, strides, steps and ranges are tested on ever
 
 from __future__ import annotations
 
+import dataclasses
 import ctypes
 import re
 import types
@@ -133,9 +134,10 @@ def test_case(backend, case: Case, dtype: np.dtype) -> None:
 
 
 def signature(n: int, heads: int, dtype: np.dtype = F16, heads_kv: int | None = None) -> Problem:
-    """A problem of that size in the memory of one element."""
+    """A problem of that size in the memory of one element, as if it lay on a GPU."""
     q, k = (np.broadcast_to(np.zeros(1, dtype), (1, n, h, 128)) for h in (heads, heads_kv or heads))
-    return build_attention(q, k, k)
+    problem = build_attention(q, k, k)
+    return problem.replace(q=dataclasses.replace(problem.q, device=0))
 
 
 def test_the_scores_that_do_not_fit_are_refused_with_their_bytes(monkeypatch):
