@@ -85,6 +85,17 @@ def on_stream(device: int, stream: Any) -> Iterator[int]:
                 yield pointer
 
 
+def refuse_capture(what: str) -> None:
+    """Raise RuntimeError if CuPy's current stream is being captured; the capture goes on without the call.
+
+    ``what`` was made for this call alone: a replay would find something else in its memory.
+    """
+    import cupy
+
+    if cupy.cuda.runtime.streamIsCapturing(cupy.cuda.get_current_stream().ptr):
+        raise RuntimeError(f"the call cannot be captured in a CUDA graph: {what} would be gone when the graph is replayed")
+
+
 def launch(function: Any, grid: int, threads: int, shared_memory: int, params: np.ndarray, stream: int) -> None:
     """Launch a one-dimensional grid whose only argument is a parameter struct, a structured array of one element."""
     function((grid, 1, 1), (threads, 1, 1), (params,), shared_memory, StreamPointer(stream))

@@ -121,3 +121,19 @@ def test_other_shapes_compile_nothing():
     for n in range(1, 71):
         cuflash.attention(q[: n % 3 + 1, :n], k[: n % 3 + 1], v[: n % 3 + 1], backend="cuda", kernel="fa2")
     assert len(jit._functions) == before
+
+
+@pytest.mark.parametrize(("backend", "kernel"), [("cuda", "fa2"), ("numba-cuda", "fa1")])
+def test_what_cannot_be_replayed_is_not_captured(backend, kernel):
+    """Lengths from the host are copied for the call: a replay would read whatever lies there then."""
+    import cupy
+
+    q, k, v = inputs(cupy, 1, 130, 2, 64)
+    options = {"kv_lengths": [100], "backend": backend, "kernel": kernel, "out": cupy.empty_like(q)}
+    with cupy.cuda.Stream(non_blocking=True) as stream:
+        cuflash.attention(q, k, v, **options)
+        stream.synchronize()
+        stream.begin_capture()
+        with pytest.raises(RuntimeError, match="cannot be captured"):
+            cuflash.attention(q, k, v, **options)
+        stream.end_capture()

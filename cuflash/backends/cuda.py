@@ -237,6 +237,7 @@ def _small_arrays(problem: Problem) -> Iterator[dict[str, int]]:
     if not wanted:
         yield {}
         return
+    launch.refuse_capture(f"the copy on the device of {', '.join(wanted)}, which came as a host array,")
     # One copy for all of them; each begins at a multiple of 8 bytes.
     offsets, parts, total = {}, [], 0
     for name, value in wanted.items():

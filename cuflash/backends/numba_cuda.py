@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from .. import launch
 from ..host import simulates_cuda
 from ..types import Gradients, NoBackendError, Plan, Problem
 
@@ -149,6 +150,8 @@ class Device:
         self.cuda, self.problem = cuda, problem
         self.modified = problem.score_mod is not None or problem.mask_mod is not None
         self.copies: list[tuple[np.ndarray, Any]] = []  # the simulator's arrays are copies, brought back at the end
+        if not simulates_cuda():
+            launch.refuse_capture("the lengths that this backend copies to the device")
         self.stream: Any = 0 if simulates_cuda() else cuda.external_stream(sys.modules["cupy"].cuda.get_current_stream().ptr)
 
     def array(self, a: Any, ndim: int | None = None, write: bool = False) -> Any:
