@@ -232,7 +232,8 @@ def _naive_block(problem: Problem, block: reference.Block, features: np.ndarray,
     divisor = np.where(total == 0, c(1), total)
     out = (_loop(p, v) if loop and np.isfinite(v).all() else reference.weighted_sum(p, visible, v)) / divisor[:, None]
     return _Naive(
-        q, k, v, scores, before_mod, visible, p / divisor[:, None], sink_weight / divisor, out, shift + np.log(total), scale
+        q, k, v, scores, before_mod, visible, np.where(visible, p / divisor[:, None], c(0)), sink_weight / divisor, out,
+        shift + np.log(total), scale,
     )
 
 

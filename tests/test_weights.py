@@ -338,8 +338,8 @@ def test_errors():
 
 def test_a_backend_that_stores_no_weights_is_named(monkeypatch):
     """As for arrays on a GPU."""
-    plan = cuflash.Plan(kernel="fa1", backend="numba-cuda", reason="", declined=("cuda: not offered yet",))
-    monkeypatch.setattr(planner, "choose", lambda problem: plan)
-    monkeypatch.setattr(api.backends, "load", lambda name: SimpleNamespace(NAME=name, run=None))
-    with refused(cuflash.NoBackendError, "weights call", "cuda: not offered yet", "numba-cuda/fa1: it never stores", "NumPy arrays"):
+    other = SimpleNamespace(KERNELS=("fa1",), auto_kernels=lambda problem: ("fa1",), decline=lambda problem, kernel: None)
+    monkeypatch.setattr(planner, "candidates", lambda problem: ("numba-cuda",))
+    monkeypatch.setattr(planner.backends, "load", lambda name: other)
+    with refused(cuflash.NoBackendError, "weights call", "numba-cuda/fa1: it never stores", "NumPy arrays"):
         weights(*operands())
