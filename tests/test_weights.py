@@ -18,7 +18,7 @@ from cases import BF16, DTYPES, F16, F32, F64
 from refusal import refused
 
 import cuflash
-from cuflash import api, planner
+from cuflash import planner
 from cuflash.backends import cpu_weights, naive
 from cuflash.problem import build_weights
 
