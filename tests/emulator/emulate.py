@@ -1,0 +1,220 @@
+"""Run instances of the raw kernels on the host: compiled by the system's C++ compiler, threads emulated (see threads.hpp).
+
+It shows what a GPU hides (races, copies that are not waited for, accesses out of bounds, bank conflicts) and runs the code of GPUs
+that are not there, sm_75's among them. It says nothing about speed, and its sums are rounded less often than a tensor core's.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import ctypes
+import hashlib
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+from cuflash import arrays, jit, launch
+from cuflash.backends import cuda
+from cuflash.device import DeviceInfo
+from cuflash.types import Problem
+
+from .guarded import Guarded, Side
+from .translate import translate
+
+HERE = Path(__file__).resolve().parent
+FLAGS = (
+    "-std=c++17", "-O1", "-shared", "-fPIC", "-fno-strict-aliasing", "-ffp-contract=off", "-U_FORTIFY_SOURCE",
+    "-fsanitize=alignment,bounds,signed-integer-overflow", "-fsanitize-undefined-trap-on-error",
+    "-Wall", "-Wno-unused", "-Wno-unknown-pragmas",
+)
+TAIL = """
+static const {params}* emulated_params;
+extern "C" bool emulate(const {params}* params, const emulator::Launch* launch) {{
+    emulated_params = params;
+    return emulator::launch([] {{ {name}(*emulated_params); }}, *launch);
+}}
+"""
+
+
+class EmulationError(AssertionError):
+    """The kernel did what it must not do; the message names block and thread."""
+
+
+class _Range(ctypes.Structure):
+    _fields_ = [("name", ctypes.c_char_p), ("begin", ctypes.c_void_p), ("end", ctypes.c_void_p)]
+
+
+class _Launch(ctypes.Structure):
+    _fields_ = [
+        ("blocks", ctypes.c_uint), ("threads", ctypes.c_int), ("shared_bytes", ctypes.c_int), ("range_count", ctypes.c_int),
+        ("ranges", ctypes.POINTER(_Range)), ("message", ctypes.c_char_p), ("message_size", ctypes.c_int),
+    ]
+
+
+def compiler() -> str | None:
+    """Path of a C++ compiler, or None."""
+    return next(filter(None, map(shutil.which, ("g++", "clang++", "c++"))), None)
+
+
+def why_unusable() -> str | None:
+    """Why nothing can be emulated here, or None."""
+    if sys.platform != "linux":
+        return "the emulator needs Linux"
+    if compiler() is None:
+        return "there is no C++ compiler: neither g++ nor clang++"
+    return None
+
+
+def compile_text(text: str, name: str, params: str, folder: Path, arch: int) -> Path:
+    """The shared library of a kernel.
+
+    Parameters
+    ----------
+    text : str
+        CUDA C++ that defines the kernel, with its includes in place.
+    name, params : str
+        The kernel, and the type of its only argument.
+    folder : Path
+        For the library.
+    arch : int
+        CUFLASH_ARCH, which chooses code paths.
+
+    Raises
+    ------
+    RuntimeError
+        If the compiler rejects it.
+    """
+    text = '#include "emulator.hpp"\n' + translate(text) + TAIL.format(name=name, params=params)
+    stem = f"{name}_{arch}_{hashlib.sha256(text.encode()).hexdigest()[:8]}"
+    source, library = folder / f"{stem}.cpp", folder / f"{stem}.so"
+    source.write_text(text)
+    command = [compiler(), *FLAGS, f"-DCUFLASH_ARCH={arch}", f"-I{HERE}", "-o", library, source]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    if done.returncode != 0:
+        raise RuntimeError(f"{name} does not compile for the host:\n{done.stderr[:5000]}")
+    return library
+
+
+def execute(library: Path, params: np.ndarray, blocks: int, threads: int, shared_bytes: int, memory: dict[str, Guarded]) -> None:
+    """Run a grid of blocks, one after the other.
+
+    Parameters
+    ----------
+    library : Path
+        From :func:`compile_text`.
+    params : np.ndarray
+        The kernel's argument, a structured array of one element.
+    blocks, threads, shared_bytes : int
+        Of the grid, of a block, of dynamic shared memory.
+    memory : dict
+        All arrays that the kernel may use.
+
+    Raises
+    ------
+    EmulationError
+        If a thread did something that is not allowed.
+    """
+    loaded = ctypes.CDLL(str(library))
+    loaded.emulate.restype = ctypes.c_bool
+    ranges = (_Range * len(memory))(*(_Range(name.encode(), a.begin, a.end) for name, a in memory.items()))
+    message = ctypes.create_string_buffer(1000)
+    place = ctypes.cast(message, ctypes.c_char_p)
+    asked = _Launch(blocks, threads, shared_bytes, len(ranges), ranges, place, len(message))
+    if not loaded.emulate(ctypes.c_void_p(params.ctypes.data), ctypes.byref(asked)):
+        raise EmulationError(message.value.decode())
+
+
+class Emulator:
+    """Compiles instances, several at a time and each once, and runs them.
+
+    Parameters
+    ----------
+    folder : Path
+        For what is compiled.
+    jobs : int
+        Compilers at a time.
+    """
+
+    def __init__(self, folder: Path, jobs: int = 2):
+        self.folder = folder
+        self._pool = concurrent.futures.ThreadPoolExecutor(jobs)
+        self._compiled: dict[tuple[cuda.Instance, int], concurrent.futures.Future[Path]] = {}
+
+    def close(self) -> None:
+        self._pool.shutdown(cancel_futures=True)
+
+    def prepare(self, instance: cuda.Instance, info: DeviceInfo) -> concurrent.futures.Future[Path]:
+        """Have an instance compiled, with the code paths of a GPU."""
+        key = instance, _code_path(info)
+        if key not in self._compiled:
+            self._compiled[key] = self._pool.submit(self._compile, *key)
+        return self._compiled[key]
+
+    def _compile(self, instance: cuda.Instance, arch: int) -> Path:
+        return compile_text(jit.assemble(instance.source), instance.name, "PrefillParams", self.folder, arch)
+
+    def run(self, problem: Problem, info: DeviceInfo, instance: cuda.Instance | None = None, side: Side = "end") -> None:
+        """Write ``problem.out`` and ``problem.lse`` as the raw backend would.
+
+        Parameters
+        ----------
+        problem : Problem
+            Of NumPy arrays, with ``out``.
+        info : DeviceInfo
+            The GPU that is emulated: it decides on tiles, the order of the blocks and the code paths.
+        instance : cuda.Instance, optional
+            Instead of the one that the backend would choose.
+        side : {"start", "end"}
+            Which ends of the arrays are watched to the byte.
+
+        Raises
+        ------
+        EmulationError
+            If a thread did something that is not allowed.
+        """
+        instance = instance or chosen(problem, info)
+        if problem.varlen:
+            cuda._clear_slack(problem)
+        blocks = cuda._grid(problem, instance.tile)
+        if blocks == 0:
+            return
+        library = self.prepare(instance, info).result()
+        inputs = {name: Guarded(getattr(problem, name), side) for name in ("q", "k", "v")}
+        results = {name: Guarded(a, side, writable=True) for name in ("out", "lse") if (a := getattr(problem, name)) is not None}
+        small = {name: Guarded(arrays.view(value, name), side) for name, value in _small_arrays(problem)}
+        moved = problem.replace(**{name: a.view for name, a in {**inputs, **results}.items()})
+        pointers = {name: a.view.pointer for name, a in small.items()}
+        section = cuda._section(problem, instance, info)
+        params = launch.pack_prefill(moved, instance.tile.m, section, instance.score == cuda.SCORE_PLAIN, pointers)
+        memory = {**inputs, **results, **small}
+        try:
+            execute(library, params, blocks, instance.tile.threads, instance.shared_memory, memory)
+        except EmulationError as error:
+            raise EmulationError(f"{instance.name}, {error}") from None
+        for a in results.values():
+            a.write_back()
+
+
+def chosen(problem: Problem, info: DeviceInfo) -> cuda.Instance:
+    """The instance that the backend takes for these arrays on this GPU."""
+    instance = cuda.instance(problem, info)
+    assert instance is not None
+    return instance
+
+
+def _code_path(info: DeviceInfo) -> int:
+    """CUFLASH_ARCH; the GPUs from sm_80 on run the same code."""
+    return 750 if info.cc < (8, 0) else 800
+
+
+def _small_arrays(problem: Problem) -> Iterator[tuple[str, np.ndarray]]:
+    """Lengths, slopes and sinks as the backend hands them over."""
+    for name in ("cu_seqlens_q", "cu_seqlens_k", "kv_lengths", "kv_start"):
+        if getattr(problem, name) is not None:
+            yield name, np.ascontiguousarray(getattr(problem, name), np.int64)
+    for name in ("alibi_slopes", "sinks"):
+        if getattr(problem, name) is not None:
+            yield name, np.ascontiguousarray(getattr(problem, name) * launch.LOG2E, np.float32)

@@ -1,0 +1,153 @@
+// Memory as the block's threads may use it: checks of shared and global accesses, and copies that take their time.
+//
+// Shared memory: every word knows who wrote and read it last, and how many barriers the block had passed by then. Two threads that touch
+// a word, one of them writing, with no barrier in between are a race, also where the order in which fibers happen to run hides it.
+// Global memory: what copy instructions read must lie in one of the call's arrays. Plain C++ accesses cannot be seen one by one;
+// the arrays lie between pages without access (see guarded.py), and a fault there ends the launch.
+#pragma once
+#include <csignal>
+#include <cstdint>
+#include <vector>
+
+#include "threads.hpp"
+
+constexpr int MOST_SHARED_BYTES = 227 << 10;
+extern "C" {
+alignas(1024) inline unsigned char smem[MOST_SHARED_BYTES];  // the name that kernels give their dynamic shared memory
+}
+
+namespace emulator {
+
+struct Range {  // of an array in global memory
+    const char* name;
+    const unsigned char *begin, *end;
+};
+
+struct Word {  // of shared memory; -1: nobody, -2: several threads
+    int written_after, read_after;  // so many barriers
+    short writer, reader;
+    bool under_way;                 // an asynchronous copy into it has not been waited for
+};
+
+struct Copy {
+    unsigned to;
+    const void* from;
+    int bytes, read;  // the rest becomes 0
+};
+
+struct Copies {  // of one thread, oldest first
+    std::vector<Copy> all;
+    std::vector<size_t> groups;  // number of copies in each committed group
+    size_t open;                 // copies of no group yet
+};
+
+inline int shared_bytes, range_count;
+inline const Range* ranges;
+inline Word words[MOST_SHARED_BYTES / 4];
+inline Copies copies[MOST_THREADS];
+
+inline void reset_memory() {
+    memset(smem, 0xff, shared_bytes);  // NaN
+    for (int i = 0; i < shared_bytes / 4; ++i) words[i] = {-1, -1, -1, -1, false};
+    for (Copies& c : copies) c.all.clear(), c.groups.clear(), c.open = 0;
+}
+
+// ---- shared memory ------------------------------------------------------------------------------------------------------
+
+inline void check_shared(unsigned address, int bytes, const char* what) {
+    if (address + size_t(bytes) > size_t(shared_bytes)) fail("%s: shared memory at %u, but the block has %d bytes", what, address, shared_bytes);
+    if (address % bytes != 0) fail("%s: shared memory at %u is no multiple of %d", what, address, bytes);
+}
+
+inline const unsigned char* read_shared(unsigned address, int bytes, const char* what) {
+    check_shared(address, bytes, what);
+    for (unsigned i = address / 4; i < (address + bytes + 3) / 4; ++i) {
+        Word& w = words[i];
+        if (w.under_way) fail("%s reads shared memory at %u, where thread %d copies to and has not waited", what, 4 * i, w.writer);
+        if (w.written_after == barriers && w.writer != current)
+            fail("race: %s reads shared memory at %u, thread %d wrote it, no barrier in between", what, 4 * i, w.writer);
+        w.reader = w.read_after == barriers && w.reader != current ? -2 : current;
+        w.read_after = barriers;
+    }
+    return smem + address;
+}
+
+inline unsigned char* write_shared(unsigned address, int bytes, const char* what, bool under_way = false) {
+    check_shared(address, bytes, what);
+    for (unsigned i = address / 4; i < (address + bytes + 3) / 4; ++i) {
+        Word& w = words[i];
+        if (w.under_way) fail("%s writes shared memory at %u, where thread %d copies to and has not waited", what, 4 * i, w.writer);
+        if (w.written_after == barriers && w.writer != current)
+            fail("race: %s writes shared memory at %u, thread %d wrote it, no barrier in between", what, 4 * i, w.writer);
+        if (w.read_after == barriers && w.reader != current)
+            fail("race: %s writes shared memory at %u, thread %d read it, no barrier in between (-2: several)", what, 4 * i, w.reader);
+        w.writer = current, w.written_after = barriers, w.under_way = under_way;
+    }
+    return smem + address;
+}
+
+// ---- global memory ------------------------------------------------------------------------------------------------------
+
+// The array that an address belongs to, or the nearest one.
+inline const Range& nearest(const void* address) {
+    static const Range none{"null", nullptr, nullptr};
+    const auto x = reinterpret_cast<intptr_t>(address);
+    const Range* best = &none;
+    intptr_t least = INTPTR_MAX;
+    for (const Range* r = ranges; r < ranges + range_count; ++r) {
+        const auto begin = reinterpret_cast<intptr_t>(r->begin), end = reinterpret_cast<intptr_t>(r->end);
+        const intptr_t distance = x < begin ? begin - x : x >= end ? x - end + 1 : 0;
+        if (distance < least) least = distance, best = r;
+    }
+    return *best;
+}
+
+inline long offset_in(const Range& r, const void* address) { return long(reinterpret_cast<intptr_t>(address) - reinterpret_cast<intptr_t>(r.begin)); }
+
+inline const void* read_global(const void* address, int bytes, const char* what) {
+    const Range& r = nearest(address);
+    const long offset = offset_in(r, address), size = long(r.end - r.begin);
+    if (offset < 0 || offset + bytes > size) fail("%s reads byte %ld of %s, which has %ld", what, offset, r.name, size);
+    if (reinterpret_cast<uintptr_t>(address) % bytes != 0) fail("%s reads byte %ld of %s: the address is no multiple of %d", what, offset, r.name, bytes);
+    return address;
+}
+
+// A signal of the processor, or of a check that the compiler put in.
+inline void on_signal(int signal, siginfo_t* info, void*) {
+    if (signal == SIGILL || signal == SIGTRAP) fail("undefined C++: an index out of bounds, an overflow of signed integers or a misaligned access");
+    const Range& r = nearest(info->si_addr);
+    fail("reads or writes byte %ld of %s, which has %ld (an input is not to be written)", offset_in(r, info->si_addr), r.name, long(r.end - r.begin));
+}
+
+// ---- asynchronous copies ------------------------------------------------------------------------------------------------
+
+// `read` bytes and zeros up to `bytes`. The place holds NaN until the copy is waited for, and only then is the source read.
+inline void begin_copy(unsigned to, const void* from, int bytes, int read, const char* what) {
+    if (read > 0) read_global(from, bytes, what);
+    memset(write_shared(to, bytes, what, true), 0xff, bytes);
+    copies[current].all.push_back({to, from, bytes, read});
+    ++copies[current].open;
+}
+
+inline void commit_copies() {
+    copies[current].groups.push_back(copies[current].open);
+    copies[current].open = 0;
+}
+
+// Complete the oldest groups until `left` are under way.
+inline void wait_for_copies(size_t left) {
+    Copies& own = copies[current];
+    size_t done = 0;
+    while (own.groups.size() > left) {
+        for (const size_t end = done + own.groups.front(); done < end; ++done) {
+            const Copy& c = own.all[done];
+            for (unsigned i = c.to / 4; i < (c.to + c.bytes) / 4; ++i) words[i].under_way = false, words[i].written_after = barriers;
+            memset(smem + c.to, 0, c.bytes);
+            memcpy(smem + c.to, c.from, c.read);
+        }
+        own.groups.erase(own.groups.begin());
+    }
+    own.all.erase(own.all.begin(), own.all.begin() + done);
+}
+
+}  // namespace emulator

@@ -1,0 +1,88 @@
+"""Kernel source -> C++ for the host: each asm statement becomes calls of the functions in ptx.hpp, the rest stays as it stands."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+_ASM = re.compile(r"\basm\b(?:\s+volatile\b)?\s*\(")
+_STRING = re.compile(r'"((?:[^"\\]|\\.)*)"')
+_SYSTEM_INCLUDE_OR_UNROLL = re.compile(r"^[ \t]*#[ \t]*(?:include[ \t]*<.*|pragma[ \t]+unroll.*)$", re.MULTILINE)
+_TOKEN = re.compile(r"%(\d+)|%%([\w.]+)|([A-Za-z_]\w*|\d+)")
+
+
+def translate(source: str) -> str:
+    """The text of a translation unit, line for line; loops are not unrolled and the toolkit's headers left out."""
+    source = _SYSTEM_INCLUDE_OR_UNROLL.sub("", source)
+    parts, done = [], 0
+    for match in _ASM.finditer(source):
+        end = _closing(source, match.end())
+        stop = source.index(";", end) + 1
+        statement = source[match.start():stop]
+        parts += [source[done:match.start()], calls(source[match.end():end]), "\n" * statement.count("\n")]
+        done = stop
+    return "".join((*parts, source[done:]))
+
+
+def calls(asm: str) -> str:
+    """The C++ block for what stands in the parentheses of an asm statement."""
+    template, *operand_lists = _split(asm, ":")
+    text = "".join(_STRING.findall(template))
+    operands = [operand for part in operand_lists[:2] for operand in _operands(part)]
+    body = text.strip().removeprefix("{").removesuffix("}") if text.strip().startswith("{") else text
+    return "{ " + " ".join(_instruction(line.strip(), operands) for line in body.split(";") if line.strip()) + " }"
+
+
+def _instruction(text: str, operands: list[str]) -> str:
+    """One PTX instruction, or declaration of 16-bit registers."""
+    mnemonic, _, rest = text.partition(" ")
+    if mnemonic == ".reg":
+        kind, _, names = rest.partition(" ")
+        if kind != ".b16":
+            raise ValueError(f"the emulator knows registers of .b16 only: {text}")
+        return f"unsigned short {names};"
+    arguments = []
+    for number, special, literal in _TOKEN.findall(rest):
+        if number:
+            arguments.append(operands[int(number)])
+        else:
+            arguments.append(f"ptx::{special.replace('.', '_')}()" if special else literal)
+    return f"ptx::{re.sub('[.:]+', '_', mnemonic)}({', '.join(arguments)});"
+
+
+def _operands(part: str) -> Iterator[str]:
+    """Expressions of a list like ``"=r"(x), "l"(p)``."""
+    for operand in _split(part, ","):
+        constraint = _STRING.match(operand.strip())
+        if constraint:
+            yield operand.strip()[constraint.end():].strip()[1:-1]
+
+
+def _split(text: str, separator: str) -> list[str]:
+    """Parts between separators that stand outside strings and parentheses; C++'s :: does not occur there."""
+    parts, depth, start, i = [], 0, 0, 0
+    while i < len(text):
+        string = _STRING.match(text, i)
+        if string:
+            i = string.end()
+            continue
+        depth += (text[i] in "([{") - (text[i] in ")]}")
+        if text[i] == separator and depth == 0:
+            parts.append(text[start:i])
+            start = i + 1
+        i += 1
+    return [*parts, text[start:]]
+
+
+def _closing(text: str, i: int) -> int:
+    """Where the parenthesis that was opened before i is closed."""
+    depth = 1
+    while True:
+        string = _STRING.match(text, i)
+        if string:
+            i = string.end()
+            continue
+        depth += (text[i] == "(") - (text[i] == ")")
+        if depth == 0:
+            return i
+        i += 1

@@ -1,0 +1,203 @@
+"""The raw kernels on the host, thread by thread: right results, and nothing that a GPU must not do. Needs a C++ compiler, no GPU."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import calls
+import compare
+import numpy as np
+import pytest
+from cases import BF16, BY_NAME, F16, F32, Case, case, causal, fixed
+from cuflash import device, launch, tiles
+from cuflash import problem as problems
+from cuflash.backends import cuda
+from cuflash.tiles import Tile
+from cuflash.types import Problem
+
+from emulator import emulate
+
+pytestmark = pytest.mark.skipif(emulate.why_unusable() is not None, reason=f"kernels cannot be emulated here: {emulate.why_unusable()}")
+
+T4, H200 = device.KNOWN["T4"], device.KNOWN["H200"]
+GPU_OF_FAMILY = {family: next(i for i in device.KNOWN.values() if tiles.family(i) == family) for family in tiles.PREFILL_FA2}
+
+
+class Run(NamedTuple):
+    """A problem on an emulated GPU. ``build`` gives the problem, with poisoned results, and what checks them afterwards."""
+
+    name: str
+    gpu: device.DeviceInfo
+    build: Callable[[], tuple[Problem, Callable[[], None]]]
+    tile: Tile | None = None  # instead of the GPU's own
+
+    def instance(self, problem: Problem) -> cuda.Instance:
+        instance = emulate.chosen(problem, self.gpu)
+        return instance if self.tile is None else dataclasses.replace(instance, tile=self.tile)
+
+
+def of_case(c: Case, dtype: np.dtype, gpu: device.DeviceInfo, tile: Tile | None = None) -> Run:
+    """A case of the conformance suite."""
+
+    def build() -> tuple[Problem, Callable[[], None]]:
+        call = calls.present(c, dtype)
+        make = problems.build_varlen if c.packed is not None else problems.build_attention
+        layout, ndim = call.options["layout"], call.args[0].ndim
+        problem = problems.with_outputs(make(*call.args, **call.options), call.out, call.lse, True, layout, ndim)[0]
+        return problem, lambda: calls.check(call, calls.expected(c, dtype))
+
+    return Run(f"{c.name}-{dtype.name}-{gpu.name}", gpu, build, tile)
+
+
+def of_arrays(name: str, gpu: device.DeviceInfo, arrays: Callable[[], tuple[np.ndarray, ...]], **options: object) -> Run:
+    """A problem on arrays (B, S, H, D)."""
+
+    def build() -> tuple[Problem, Callable[[], None]]:
+        q, k, v = arrays()
+        out, lse = np.full((*q.shape[:3], v.shape[3]), np.nan, q.dtype), np.full((q.shape[0], q.shape[2], q.shape[1]), np.nan, F32)
+        plain = problems.build_attention(q, k, v, **options)
+
+        def check() -> None:
+            want = compare.expect([plain])
+            compare.assert_close(out, want.out[0], want.out_bound, "out")
+            compare.assert_close(lse, want.lse[0], want.lse_bound, "lse")
+
+        return problems.with_outputs(plain, out, lse, True, "BSHD", 4)[0], check
+
+    return Run(f"{name}-{gpu.name}", gpu, build)
+
+
+# ---- every tile of the tables -------------------------------------------------------------------------------------------
+
+
+def tile_runs() -> Iterator[Run]:
+    """Each (head class, tile, code path) of the tables: full, causal, and the kinds that need more registers.
+
+    Two blocks of rows, the second with few, and three tiles of keys, the last with few; every other class with padded columns.
+    """
+    seen = set()
+    for family, table in tiles.PREFILL_FA2.items():
+        gpu = GPU_OF_FAMILY[family]
+        for d, choice in table.items():
+            for kind in ("full", "band", "lean"):
+                for tile in getattr(choice, kind):
+                    key = d, tile._replace(resident=0), kind, gpu.cc < (8, 0)
+                    if key in seen or (kind == "lean" and tile in choice.band):
+                        continue
+                    seen.add(key)
+                    size = d - 8 * (len(seen) % 2)
+                    rows, keys = tile.m + 5, 2 * tile.n + 9
+                    dtype = F16 if gpu.cc < (8, 0) or len(seen) % 3 == 0 else BF16
+                    name = f"tile-{d}-m{tile.m}n{tile.n}w{tile.warps}s{tile.stages}{'q' * tile.q_registers}-{kind}"
+                    if kind == "full":
+                        yield of_case(case(name, f"1,{rows},{keys},1,1,{size}"), dtype, gpu, tile)
+                    elif kind == "band":
+                        yield of_case(case(name, f"1,{rows},{max(rows, keys)},1,1,{size}", causal), dtype, gpu, tile)
+                    else:
+                        soft = case(f"{name}-softcap", f"1,{rows},{max(rows, keys)},1,1,{size}", causal, fixed(softcap=3.0))
+                        yield of_case(soft, dtype, gpu, tile)
+                        yield of_case(case(f"{name}-strided", f"1,{rows},{keys},1,1,{d - 1}"), dtype, gpu, tile)
+
+
+# ---- kinds of problems --------------------------------------------------------------------------------------------------
+
+KINDS = [
+    BY_NAME[name]
+    for name in (
+        "tail-queries-129 tail-keys-1 tail-square-causal-257 long-keys ratio-3 one-of-everything batch no-keys no-keys-sinks "
+        "head-size-1 head-size-2 head-size-33 head-size-72 head-sizes-64-128 head-sizes-192-128 head-sizes-33-5 head-sizes-5-256 "
+        "causal-more-queries-130 causal-more-queries-65-by-64 upper-left-window-behind-keys zero-lengths all-padding "
+        "upper-left upper-left-more-queries window0,0-130x130 window3,5-130x65 window-1,2-70x200 window7,-1-causal-129x300 "
+        "window100,63-257x257 window-upper-left window-right-upper-left-lengths lengths lengths-causal lengths-window left-padding "
+        "scale scale-negative scale-zero softcap softcap-wide alibi alibi-per-batch-causal sinks out-bfloat16 "
+        "strides-transposed-BHSD-4axes strides-reversed-BSHD-4axes strides-offset-BSHD-4axes strides-padded-BSHD-4axes "
+        "strides-heads_of_packed-BSHD-4axes strides-expanded-BSHD-4axes strides-every_other-BHSD-3axes "
+        "packed-causal packed-empty packed-slack packed-slack-sinks packed-transposed packed-window-alibi packed-lengths packed-upper-left"
+    ).split()
+] + [
+    case("copies-of-8-bytes", "1,70,130,2,1,20", causal),
+    case("copies-of-4-bytes", "1,70,130,2,1,34", causal),
+    case("softcap-alibi-window", "1,66,130,2,1,40", fixed(softcap=3.0, window=(50, 5), alibi_slopes=[0.5, 0.03])),
+    case("window-128", "1,150,233,1,1,128", fixed(window=(70, 30))),
+    case("window-256", "1,150,233,1,1,256", fixed(window=(70, 30))),
+]
+
+
+def kind_runs() -> Iterator[Run]:
+    for c in KINDS:
+        for gpu in (H200, T4):
+            if gpu is H200 or c.name != "out-bfloat16":
+                yield of_case(c, F16, gpu)
+
+
+def normal(d: int, dtype: np.dtype = F16, rows: int = 150, keys: int = 150) -> tuple[np.ndarray, ...]:
+    rng = np.random.default_rng(d)
+    return tuple(rng.standard_normal((1, n, 1, d)).astype(dtype) for n in (rows, keys, keys))
+
+
+def not_finite_values(d: int, dtype: np.dtype) -> tuple[np.ndarray, ...]:
+    """NaN and infinities in values that some rows of a tile see and others do not."""
+    q, k, v = normal(d, dtype)
+    v[0, 149, 0, 3], v[0, 130, 0, d - 1], v[0, 131, 0, 0], v[0, 70, 0, 8], v[0, 5, 0, 1] = np.nan, np.inf, -np.inf, np.nan, -np.inf
+    return q, k, v
+
+
+def with_value(which: int, row: int, value: float, keys: int = 150) -> tuple[np.ndarray, ...]:
+    """Queries (0) or keys (1) with one number replaced, on features of one sign: an infinite key then gives infinite logits."""
+    arrays = [abs(a) for a in normal(64, keys=keys)]
+    arrays[which][0, row, 0, 3] = value
+    return tuple(arrays)
+
+
+def large_logits() -> tuple[np.ndarray, ...]:
+    """Logits of which float32 keeps too few digits for a fused product."""
+    x = np.full((1, 1, 1, 64), 133120.0).astype(BF16)
+    return x, np.concatenate([x, (0.5 * x).astype(BF16), x], 1), np.concatenate([x, (0 * x).astype(BF16), x], 1)
+
+
+def hard_runs() -> Iterator[Run]:
+    for gpu, dtype in ((H200, BF16), (T4, F16)):
+        for d in (64, 128, 256):
+            yield of_arrays(f"not-finite-values-causal-{d}", gpu, lambda d=d, t=dtype: not_finite_values(d, t), causal=True)
+        yield of_arrays("not-finite-values-window", gpu, lambda t=dtype: not_finite_values(64, t), window=(20, 10))
+        yield of_arrays("nan-query", gpu, lambda: with_value(0, 7, np.nan), causal=True)
+        yield of_arrays("nan-key", gpu, lambda: with_value(1, 100, np.nan), causal=True)
+        yield of_arrays("infinite-key", gpu, lambda: with_value(1, 60, np.inf), causal=True)
+        yield of_arrays("nan-query-no-keys", gpu, lambda: with_value(0, 7, np.nan, keys=40), causal=True)
+    yield of_arrays("large-logits", H200, large_logits)
+
+
+RUNS = {run.name: run for runs in (tile_runs(), kind_runs(), hard_runs()) for run in runs}
+
+
+# ---- the test -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def emulator(request, tmp_path_factory):
+    """Compiles what the tests that were asked for need, in their order, while the first of them run already."""
+    made = emulate.Emulator(tmp_path_factory.mktemp("emulated"))
+    for item in request.session.items:
+        if item.module is request.module and hasattr(item, "callspec"):
+            run = RUNS[item.callspec.params["name"]]
+            problem, _ = run.build()
+            made.prepare(run.instance(problem), run.gpu)
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_results_and_accesses(emulator, name):
+    """Twice: with the ends and with the beginnings of all arrays at forbidden pages."""
+    run = RUNS[name]
+    problem, check = run.build()
+    emulator.run(problem, run.gpu, run.instance(problem), side="end")
+    check()
+    first = [a.array.copy() for a in (problem.out, problem.lse)]
+    for a in (problem.out, problem.lse):
+        a.array[...] = np.nan
+    emulator.run(problem, run.gpu, run.instance(problem), side="start")
+    for a, before in zip((problem.out, problem.lse), first, strict=True):
+        compare.assert_same_bits(before, np.ascontiguousarray(a.array))
