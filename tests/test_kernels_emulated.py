@@ -8,18 +8,20 @@ from typing import NamedTuple
 
 import calls
 import compare
+import devices
 import numpy as np
 import pytest
 from cases import BF16, BY_NAME, F16, F32, Case, case, causal, fixed
-from cuflash import device, launch, tiles
+from cuflash import device, tiles
 from cuflash import problem as problems
 from cuflash.backends import cuda
 from cuflash.tiles import Tile
 from cuflash.types import Problem
-
 from emulator import emulate
 
-pytestmark = pytest.mark.skipif(emulate.why_unusable() is not None, reason=f"kernels cannot be emulated here: {emulate.why_unusable()}")
+reason = "the cases are others in Numba's simulator" if devices.SIMULATED else emulate.why_unusable()
+if reason is not None:
+    pytest.skip(f"kernels cannot be emulated here: {reason}", allow_module_level=True)
 
 T4, H200 = device.KNOWN["T4"], device.KNOWN["H200"]
 GPU_OF_FAMILY = {family: next(i for i in device.KNOWN.values() if tiles.family(i) == family) for family in tiles.PREFILL_FA2}
@@ -140,7 +142,7 @@ def normal(d: int, dtype: np.dtype = F16, rows: int = 150, keys: int = 150) -> t
 def not_finite_values(d: int, dtype: np.dtype) -> tuple[np.ndarray, ...]:
     """NaN and infinities in values that some rows of a tile see and others do not."""
     q, k, v = normal(d, dtype)
-    v[0, 149, 0, 3], v[0, 130, 0, d - 1], v[0, 131, 0, 0], v[0, 70, 0, 8], v[0, 5, 0, 1] = np.nan, np.inf, -np.inf, np.nan, -np.inf
+    v[0, [149, 130, 131, 70, 5], 0, [3, d - 1, 0, 8, 1]] = np.nan, np.inf, -np.inf, np.nan, -np.inf
     return q, k, v
 
 
@@ -159,7 +161,7 @@ def large_logits() -> tuple[np.ndarray, ...]:
 
 def hard_runs() -> Iterator[Run]:
     for gpu, dtype in ((H200, BF16), (T4, F16)):
-        for d in (64, 128, 256):
+        for d in (33, 40, 64, 128, 256):
             yield of_arrays(f"not-finite-values-causal-{d}", gpu, lambda d=d, t=dtype: not_finite_values(d, t), causal=True)
         yield of_arrays("not-finite-values-window", gpu, lambda t=dtype: not_finite_values(64, t), window=(20, 10))
         yield of_arrays("nan-query", gpu, lambda: with_value(0, 7, np.nan), causal=True)
@@ -180,10 +182,9 @@ def emulator(request, tmp_path_factory):
     """Compiles what the tests that were asked for need, in their order, while the first of them run already."""
     made = emulate.Emulator(tmp_path_factory.mktemp("emulated"))
     for item in request.session.items:
-        if item.module is request.module and hasattr(item, "callspec"):
-            run = RUNS[item.callspec.params["name"]]
-            problem, _ = run.build()
-            made.prepare(run.instance(problem), run.gpu)
+        run = RUNS.get(item.callspec.params.get("name")) if item.module is request.module else None
+        if run is not None:
+            made.prepare(run.instance(run.build()[0]), run.gpu)
     yield made
     made.close()
 
@@ -201,3 +202,22 @@ def test_results_and_accesses(emulator, name):
     emulator.run(problem, run.gpu, run.instance(problem), side="start")
     for a, before in zip((problem.out, problem.lse), first, strict=True):
         compare.assert_same_bits(before, np.ascontiguousarray(a.array))
+
+
+@pytest.mark.parametrize("name", ["kv_lengths", "kv_start", "cu_seqlens_q", "cu_seqlens_k"])
+@pytest.mark.parametrize("gpu", [H200, T4], ids=lambda gpu: gpu.name)
+def test_index_arrays_are_clamped(emulator, gpu, name):
+    """What a GPU holds is not checked beforehand: the kernel reads and writes inside the arrays whatever it says."""
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal((90, 2, 16)).astype(F16) for _ in range(3))
+    plain = problems.build_varlen(q, k, v, [0, 40, 90], [0, 50, 90], kv_lengths=[50, 40], kv_start=[0, 0], causal=True)
+    out, lse = np.full((90, 2, 16), np.nan, F16), np.full((2, 90), np.nan, F32)
+    problem = problems.with_outputs(plain, out, lse, True, "BSHD", 3)[0]
+    bad = {"kv_lengths": [10**12, -3], "kv_start": [-(10**12), 41], "cu_seqlens_q": [-5, 40, 90], "cu_seqlens_k": [50, 10**10, -1]}
+    for side in ("end", "start"):
+        emulator.run(problem.replace(**{name: np.array(bad[name])}), gpu, side=side)
+    if name in ("kv_start", "cu_seqlens_q"):  # like 0 and an empty sequence, and like the right number
+        clamped = plain.replace(kv_start=np.array([0, 40])) if name == "kv_start" else plain
+        want = compare.expect([clamped])
+        compare.assert_close(out, want.out[0], want.out_bound, "out")
+        compare.assert_close(lse, want.lse[0], want.lse_bound, "lse")

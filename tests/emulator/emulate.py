@@ -12,7 +12,7 @@ import hashlib
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -25,17 +25,14 @@ from .guarded import Guarded, Side
 from .translate import translate
 
 HERE = Path(__file__).resolve().parent
-FLAGS = (
-    "-std=c++17", "-O1", "-shared", "-fPIC", "-fno-strict-aliasing", "-ffp-contract=off", "-U_FORTIFY_SOURCE",
-    "-fsanitize=alignment,bounds,signed-integer-overflow", "-fsanitize-undefined-trap-on-error",
-    "-Wall", "-Wno-unused", "-Wno-unknown-pragmas",
+RUNTIME = ("ptx.cpp", "launch.cpp")
+FLAGS = ("-std=c++17", "-shared", "-fPIC", "-fno-strict-aliasing", "-ffp-contract=off", "-U_FORTIFY_SOURCE", "-Wall")
+# Kernels run once or twice: compiling is what takes the time. What C++ leaves undefined is a trap, which the runtime reports.
+KERNEL_FLAGS = (
+    "-O0", "-fsanitize=alignment,bounds,signed-integer-overflow", "-fsanitize-undefined-trap-on-error", "-Wno-unused",
 )
 TAIL = """
-static const {params}* emulated_params;
-extern "C" bool emulate(const {params}* params, const emulator::Launch* launch) {{
-    emulated_params = params;
-    return emulator::launch([] {{ {name}(*emulated_params); }}, *launch);
-}}
+extern "C" void emulated_entry(const void* params) {{ {name}(*static_cast<const {params}*>(params)); }}
 """
 
 
@@ -68,67 +65,15 @@ def why_unusable() -> str | None:
     return None
 
 
-def compile_text(text: str, name: str, params: str, folder: Path, arch: int) -> Path:
-    """The shared library of a kernel.
-
-    Parameters
-    ----------
-    text : str
-        CUDA C++ that defines the kernel, with its includes in place.
-    name, params : str
-        The kernel, and the type of its only argument.
-    folder : Path
-        For the library.
-    arch : int
-        CUFLASH_ARCH, which chooses code paths.
-
-    Raises
-    ------
-    RuntimeError
-        If the compiler rejects it.
-    """
-    text = '#include "emulator.hpp"\n' + translate(text) + TAIL.format(name=name, params=params)
-    stem = f"{name}_{arch}_{hashlib.sha256(text.encode()).hexdigest()[:8]}"
-    source, library = folder / f"{stem}.cpp", folder / f"{stem}.so"
-    source.write_text(text)
-    command = [compiler(), *FLAGS, f"-DCUFLASH_ARCH={arch}", f"-I{HERE}", "-o", library, source]
+def _compile(sources: Sequence[Path], library: Path, *flags: str) -> None:
+    command = [compiler(), *FLAGS, *flags, f"-I{HERE}", "-o", library, *sources]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     if done.returncode != 0:
-        raise RuntimeError(f"{name} does not compile for the host:\n{done.stderr[:5000]}")
-    return library
-
-
-def execute(library: Path, params: np.ndarray, blocks: int, threads: int, shared_bytes: int, memory: dict[str, Guarded]) -> None:
-    """Run a grid of blocks, one after the other.
-
-    Parameters
-    ----------
-    library : Path
-        From :func:`compile_text`.
-    params : np.ndarray
-        The kernel's argument, a structured array of one element.
-    blocks, threads, shared_bytes : int
-        Of the grid, of a block, of dynamic shared memory.
-    memory : dict
-        All arrays that the kernel may use.
-
-    Raises
-    ------
-    EmulationError
-        If a thread did something that is not allowed.
-    """
-    loaded = ctypes.CDLL(str(library))
-    loaded.emulate.restype = ctypes.c_bool
-    ranges = (_Range * len(memory))(*(_Range(name.encode(), a.begin, a.end) for name, a in memory.items()))
-    message = ctypes.create_string_buffer(1000)
-    place = ctypes.cast(message, ctypes.c_char_p)
-    asked = _Launch(blocks, threads, shared_bytes, len(ranges), ranges, place, len(message))
-    if not loaded.emulate(ctypes.c_void_p(params.ctypes.data), ctypes.byref(asked)):
-        raise EmulationError(message.value.decode())
+        raise RuntimeError(f"{library.stem} does not compile for the host:\n{done.stderr[:5000]}")
 
 
 class Emulator:
-    """Compiles instances, several at a time and each once, and runs them.
+    """Compiles kernels, several at a time and each once, and runs them.
 
     Parameters
     ----------
@@ -142,19 +87,79 @@ class Emulator:
         self.folder = folder
         self._pool = concurrent.futures.ThreadPoolExecutor(jobs)
         self._compiled: dict[tuple[cuda.Instance, int], concurrent.futures.Future[Path]] = {}
+        self._runtime = self._pool.submit(self._load_runtime)
+
+    def _load_runtime(self) -> ctypes.CDLL:
+        library = self.folder / "libemulator.so"
+        _compile([HERE / name for name in RUNTIME], library, "-O2")
+        loaded = ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)  # kernels take their symbols from it
+        loaded.emulator_launch.restype = ctypes.c_bool
+        return loaded
 
     def close(self) -> None:
         self._pool.shutdown(cancel_futures=True)
+
+    def compile(self, text: str, name: str, params: str, arch: int) -> Path:
+        """The shared library of a kernel.
+
+        Parameters
+        ----------
+        text : str
+            CUDA C++ that defines the kernel, with its includes in place.
+        name, params : str
+            The kernel, and the type of its only argument.
+        arch : int
+            CUFLASH_ARCH, which chooses code paths.
+
+        Raises
+        ------
+        RuntimeError
+            If the compiler rejects it.
+        """
+        text = '#include "emulator.hpp"\n' + translate(text) + TAIL.format(name=name, params=params)
+        stem = f"{name}_{arch}_{hashlib.sha256(text.encode()).hexdigest()[:8]}"
+        source, library = self.folder / f"{stem}.cpp", self.folder / f"{stem}.so"
+        source.write_text(text)
+        _compile([source], library, *KERNEL_FLAGS, f"-DCUFLASH_ARCH={arch}")
+        return library
+
+    def execute(
+        self, library: Path, params: np.ndarray, blocks: int, threads: int, shared_bytes: int, memory: dict[str, Guarded]
+    ) -> None:
+        """Run a grid of blocks, one after the other.
+
+        Parameters
+        ----------
+        library : Path
+            From :meth:`compile`.
+        params : np.ndarray
+            The kernel's argument, a structured array of one element.
+        blocks, threads, shared_bytes : int
+            Of the grid, of a block, of dynamic shared memory.
+        memory : dict
+            All arrays that the kernel may use.
+
+        Raises
+        ------
+        EmulationError
+            If a thread did something that is not allowed.
+        """
+        runtime = self._runtime.result()
+        entry = ctypes.CDLL(str(library)).emulated_entry
+        ranges = (_Range * len(memory))(*(_Range(name.encode(), a.begin, a.end) for name, a in memory.items()))
+        message = ctypes.create_string_buffer(1000)
+        place = ctypes.cast(message, ctypes.c_char_p)
+        launch = _Launch(blocks, threads, shared_bytes, len(ranges), ranges, place, len(message))
+        if not runtime.emulator_launch(entry, ctypes.c_void_p(params.ctypes.data), ctypes.byref(launch)):
+            raise EmulationError(message.value.decode())
 
     def prepare(self, instance: cuda.Instance, info: DeviceInfo) -> concurrent.futures.Future[Path]:
         """Have an instance compiled, with the code paths of a GPU."""
         key = instance, _code_path(info)
         if key not in self._compiled:
-            self._compiled[key] = self._pool.submit(self._compile, *key)
+            text = jit.assemble(instance.source)
+            self._compiled[key] = self._pool.submit(self.compile, text, instance.name, "PrefillParams", key[1])
         return self._compiled[key]
-
-    def _compile(self, instance: cuda.Instance, arch: int) -> Path:
-        return compile_text(jit.assemble(instance.source), instance.name, "PrefillParams", self.folder, arch)
 
     def run(self, problem: Problem, info: DeviceInfo, instance: cuda.Instance | None = None, side: Side = "end") -> None:
         """Write ``problem.out`` and ``problem.lse`` as the raw backend would.
@@ -191,7 +196,7 @@ class Emulator:
         params = launch.pack_prefill(moved, instance.tile.m, section, instance.score == cuda.SCORE_PLAIN, pointers)
         memory = {**inputs, **results, **small}
         try:
-            execute(library, params, blocks, instance.tile.threads, instance.shared_memory, memory)
+            self.execute(library, params, blocks, instance.tile.threads, instance.shared_memory, memory)
         except EmulationError as error:
             raise EmulationError(f"{instance.name}, {error}") from None
         for a in results.values():

@@ -1,6 +1,14 @@
-// One CUDA block after the other on the host: what the kernels use of CUDA C++, and the launch.
+// What a kernel needs in order to compile for the host: the CUDA C++ that it uses, and PTX instructions as functions, named like the
+// mnemonic with _ for each dot, with operands in PTX order, destinations by reference. translate.py turns asm statements into calls
+// of them; runtime.cpp has the bodies. No header of the standard library: an instance compiles in a quarter of a second.
 #pragma once
-#include "ptx.hpp"
+
+namespace emulator {
+extern int current;     // the thread that runs
+extern unsigned block;  // its block
+}  // namespace emulator
+
+// ---- CUDA C++ -----------------------------------------------------------------------------------------------------------
 
 #define __device__
 #define __global__
@@ -13,94 +21,87 @@
 struct float2 {
     float x, y;
 };
-struct alignas(16) uint4 {
+struct __align__(16) uint4 {
     unsigned x, y, z, w;
 };
 inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
 
-inline struct {
+static const struct {
     struct {
         operator unsigned() const { return emulator::current; }
     } x;
-} threadIdx;
-inline struct {
+} threadIdx = {};
+static const struct {
     struct {
         operator unsigned() const { return emulator::block; }
     } x;
-} blockIdx;
+} blockIdx = {};
 
+extern "C" {
+float fabsf(float) noexcept;
+float fmaf(float, float, float) noexcept;
+float fmaxf(float, float) noexcept;
+float logf(float) noexcept;
+}
 template <class T> T min(T a, T b) { return b < a ? b : a; }
 template <class T> T max(T a, T b) { return a < b ? b : a; }
-inline float __int_as_float(int x) { return ptx::bits<float>(x); }
 inline float __fmul_rn(float a, float b) { return a * b; }  // the compiler is told not to fuse
 inline float __fmaf_rn(float a, float b, float c) { return fmaf(a, b, c); }
-inline size_t __cvta_generic_to_shared(const void* p) { return static_cast<const unsigned char*>(p) - smem; }
-
-inline void __syncthreads() { emulator::block_barrier("__syncthreads"); }
-inline int __syncthreads_or(int yes) { return emulator::block_barrier("__syncthreads_or", yes != 0); }
-
-inline bool __any_sync(unsigned, bool yes) {
-    using namespace emulator;
-    threads[current].in[0] = yes;
-    with_warp("__any_sync", [](Thread* lanes) {
-        unsigned any = 0;
-        for (int lane = 0; lane < WARP; ++lane) any |= lanes[lane].in[0];
-        for (int lane = 0; lane < WARP; ++lane) lanes[lane].out[0] = any;
-    });
-    return threads[current].out[0] != 0;
+inline float __int_as_float(int x) {
+    float y;
+    __builtin_memcpy(&y, &x, sizeof y);
+    return y;
 }
 
-inline float __shfl_xor_sync(unsigned, float x, int mask) {
-    using namespace emulator;
-    threads[current].in[0] = ptx::bits<unsigned>(x), threads[current].in[1] = mask;
-    with_warp("__shfl_xor_sync", [](Thread* lanes) {
-        for (int lane = 0; lane < WARP; ++lane) lanes[lane].out[0] = lanes[lane ^ lanes[lane].in[1]].in[0];
-    });
-    return ptx::bits<float>(threads[current].out[0]);
-}
+decltype(sizeof 0) __cvta_generic_to_shared(const void*);
+void __syncthreads();
+int __syncthreads_or(int);
+bool __any_sync(unsigned, bool);
+float __shfl_xor_sync(unsigned, float, int);
 
-namespace emulator {
+// ---- PTX ----------------------------------------------------------------------------------------------------------------
 
-struct Launch {  // mirrored in emulate.py
-    unsigned blocks;
-    int threads, shared_bytes, range_count;
-    const Range* ranges;
-    char* message;  // of the failure, if the launch fails
-    int message_size;
-};
+namespace ptx {
 
-// Whether all blocks ran to their ends.
-inline bool launch(void (*entry)(), const Launch& l) {
-    static char signal_stack[64 << 10];
-    static volatile unsigned next;
-    constexpr int SIGNALS[] = {SIGSEGV, SIGBUS, SIGILL, SIGTRAP};
-    kernel = entry, message = l.message, message_size = l.message_size;
-    shared_bytes = l.shared_bytes, ranges = l.ranges, range_count = l.range_count;
-    static struct sigaction old_actions[4];
-    static stack_t old_stack;
-    stack_t stack = {};
-    stack.ss_sp = signal_stack, stack.ss_size = sizeof signal_stack;
-    sigaltstack(&stack, &old_stack);
-    struct sigaction action = {};
-    action.sa_sigaction = on_signal, action.sa_flags = SA_SIGINFO | SA_ONSTACK | SA_NODEFER;
-    for (int i = 0; i < 4; ++i) sigaction(SIGNALS[i], &action, &old_actions[i]);
+using b16 = unsigned short;
+using b32 = unsigned;
 
-    static volatile bool good;
-    good = true;
-    for (next = 0; good && next < l.blocks; next = next + 1) {
-        block = next;
-        const int outcome = _setjmp(launch_point);
-        if (outcome == 0) {
-            reset_memory();
-            start_threads(l.threads);
-            resume(0);
-        }
-        good = outcome == BLOCK_DONE;
-    }
+inline b32 tid_x() { return emulator::current; }
+inline b32 ctaid_x() { return emulator::block; }
+template <class T> void mov_u32(T& d, b32 a) { d = a; }
+inline void mov_b32(b32& d, b16 low, b16 high) { d = low | b32(high) << 16; }
+inline void mov_b32(b16& low, b16& high, b32 a) { low = a, high = a >> 16; }
 
-    for (int i = 0; i < 4; ++i) sigaction(SIGNALS[i], &old_actions[i], nullptr);
-    sigaltstack(&old_stack, nullptr);
-    return good;
-}
+void cvt_rn_f16x2_f32(b32& d, float high, float low);
+void cvt_rn_bf16x2_f32(b32& d, float high, float low);
+void cvt_rn_f16_f32(b16& d, float a);
+void cvt_f32_f16(float& d, b16 a);
+void fma_rn_f16x2(b32& d, b32 a, b32 b, b32 c);
+void fma_rn_bf16x2(b32& d, b32 a, b32 b, b32 c);
+void ex2_approx_ftz_f32(float& d, float a);
+void rcp_approx_ftz_f32(float& d, float a);
 
-}  // namespace emulator
+void cp_async_cg_shared_global(b32 to, const void* from, int bytes, int read);
+void cp_async_ca_shared_global(b32 to, const void* from, int bytes, int read);
+void cp_async_cg_shared_global_L2_128B(b32 to, const void* from, int bytes);
+void cp_async_commit_group();
+void cp_async_wait_group(int left);
+void ld_global_nc_b32(b32& x, const void* from);
+void ld_global_nc_v2_b32(b32& x, b32& y, const void* from);
+void ld_global_nc_v4_b32(b32& x, b32& y, b32& z, b32& w, const void* from);
+void ld_shared_b32(b32& x, b32 from);
+void ld_shared_v4_b32(b32& x, b32& y, b32& z, b32& w, b32 from);
+void st_shared_b32(b32 to, b32 x);
+void st_shared_v2_b32(b32 to, b32 x, b32 y);
+void st_shared_v4_b32(b32 to, b32 x, b32 y, b32 z, b32 w);
+
+void ldmatrix_sync_aligned_m8n8_x4_shared_b16(b32& d0, b32& d1, b32& d2, b32& d3, b32 row);
+void ldmatrix_sync_aligned_m8n8_x4_trans_shared_b16(b32& d0, b32& d1, b32& d2, b32& d3, b32 row);
+void mma_sync_aligned_m16n8k16_row_col_f32_f16_f16_f32(
+    float& d0, float& d1, float& d2, float& d3, b32 a0, b32 a1, b32 a2, b32 a3, b32 b0, b32 b1, float c0, float c1, float c2, float c3);
+void mma_sync_aligned_m16n8k16_row_col_f32_bf16_bf16_f32(
+    float& d0, float& d1, float& d2, float& d3, b32 a0, b32 a1, b32 a2, b32 a3, b32 b0, b32 b1, float c0, float c1, float c2, float c3);
+void mma_sync_aligned_m16n8k8_row_col_f32_f16_f16_f32(
+    float& d0, float& d1, float& d2, float& d3, b32 a0, b32 a1, b32 b0, float c0, float c1, float c2, float c3);
+
+}  // namespace ptx

@@ -23,8 +23,10 @@ struct Range {  // of an array in global memory
     const unsigned char *begin, *end;
 };
 
-struct Word {  // of shared memory; -1: nobody, -2: several threads
-    int written_after, read_after;  // so many barriers
+constexpr short SEVERAL = -2;  // in the place of a thread
+
+struct Word {  // of shared memory
+    int written_after, read_after;  // so many barriers; -1: never
     short writer, reader;
     bool under_way;                 // an asynchronous copy into it has not been waited for
 };
@@ -55,8 +57,9 @@ inline void reset_memory() {
 // ---- shared memory ------------------------------------------------------------------------------------------------------
 
 inline void check_shared(unsigned address, int bytes, const char* what) {
-    if (address + size_t(bytes) > size_t(shared_bytes)) fail("%s: shared memory at %u, but the block has %d bytes", what, address, shared_bytes);
-    if (address % bytes != 0) fail("%s: shared memory at %u is no multiple of %d", what, address, bytes);
+    if (address + size_t(bytes) > size_t(shared_bytes))
+        fail("%s: out of bounds, shared memory at %u, but the block has %d bytes", what, address, shared_bytes);
+    if (address % bytes != 0) fail("%s: misaligned, shared memory at %u is no multiple of %d", what, address, bytes);
 }
 
 inline const unsigned char* read_shared(unsigned address, int bytes, const char* what) {
@@ -66,7 +69,7 @@ inline const unsigned char* read_shared(unsigned address, int bytes, const char*
         if (w.under_way) fail("%s reads shared memory at %u, where thread %d copies to and has not waited", what, 4 * i, w.writer);
         if (w.written_after == barriers && w.writer != current)
             fail("race: %s reads shared memory at %u, thread %d wrote it, no barrier in between", what, 4 * i, w.writer);
-        w.reader = w.read_after == barriers && w.reader != current ? -2 : current;
+        w.reader = w.read_after == barriers && w.reader != current ? SEVERAL : current;
         w.read_after = barriers;
     }
     return smem + address;
@@ -79,8 +82,10 @@ inline unsigned char* write_shared(unsigned address, int bytes, const char* what
         if (w.under_way) fail("%s writes shared memory at %u, where thread %d copies to and has not waited", what, 4 * i, w.writer);
         if (w.written_after == barriers && w.writer != current)
             fail("race: %s writes shared memory at %u, thread %d wrote it, no barrier in between", what, 4 * i, w.writer);
+        if (w.read_after == barriers && w.reader == SEVERAL)
+            fail("race: %s writes shared memory at %u, several threads read it, no barrier in between", what, 4 * i);
         if (w.read_after == barriers && w.reader != current)
-            fail("race: %s writes shared memory at %u, thread %d read it, no barrier in between (-2: several)", what, 4 * i, w.reader);
+            fail("race: %s writes shared memory at %u, thread %d read it, no barrier in between", what, 4 * i, w.reader);
         w.writer = current, w.written_after = barriers, w.under_way = under_way;
     }
     return smem + address;
@@ -102,21 +107,25 @@ inline const Range& nearest(const void* address) {
     return *best;
 }
 
-inline long offset_in(const Range& r, const void* address) { return long(reinterpret_cast<intptr_t>(address) - reinterpret_cast<intptr_t>(r.begin)); }
+inline long offset_in(const Range& r, const void* address) {
+    return long(reinterpret_cast<intptr_t>(address) - reinterpret_cast<intptr_t>(r.begin));
+}
 
 inline const void* read_global(const void* address, int bytes, const char* what) {
     const Range& r = nearest(address);
     const long offset = offset_in(r, address), size = long(r.end - r.begin);
     if (offset < 0 || offset + bytes > size) fail("%s reads byte %ld of %s, which has %ld", what, offset, r.name, size);
-    if (reinterpret_cast<uintptr_t>(address) % bytes != 0) fail("%s reads byte %ld of %s: the address is no multiple of %d", what, offset, r.name, bytes);
+    if (reinterpret_cast<uintptr_t>(address) % bytes != 0)
+        fail("%s: misaligned, it reads byte %ld of %s, at no multiple of %d", what, offset, r.name, bytes);
     return address;
 }
 
 // A signal of the processor, or of a check that the compiler put in.
 inline void on_signal(int signal, siginfo_t* info, void*) {
-    if (signal == SIGILL || signal == SIGTRAP) fail("undefined C++: an index out of bounds, an overflow of signed integers or a misaligned access");
+    if (signal == SIGILL || signal == SIGTRAP)
+        fail("undefined in C++: an index out of bounds, an overflow of signed integers, or a misaligned access");
     const Range& r = nearest(info->si_addr);
-    fail("reads or writes byte %ld of %s, which has %ld (an input is not to be written)", offset_in(r, info->si_addr), r.name, long(r.end - r.begin));
+    fail("accesses byte %ld of %s, which has %ld; inputs can only be read", offset_in(r, info->si_addr), r.name, long(r.end - r.begin));
 }
 
 // ---- asynchronous copies ------------------------------------------------------------------------------------------------

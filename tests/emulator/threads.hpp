@@ -11,6 +11,8 @@
 #include <sys/mman.h>
 #include <ucontext.h>
 
+#include "emulator.hpp"
+
 namespace emulator {
 
 constexpr int WARP = 32, MOST_THREADS = 1024, STACK_BYTES = 128 << 10;
@@ -29,8 +31,7 @@ struct Thread {
 
 inline Thread threads[MOST_THREADS];
 inline int arrived[MOST_THREADS / WARP];  // threads of each warp at its instruction
-inline int thread_count, current;         // threads of the block; the one that runs
-inline unsigned block;
+inline int thread_count;                  // threads of the block
 inline int block_arrived, barriers;       // threads at the block's barrier; barriers that the block has passed
 inline bool vote, votes;                  // of __syncthreads_or: while it gathers, and the result
 inline jmp_buf launch_point;              // of launch(), which gets one of these
@@ -112,10 +113,11 @@ inline bool block_barrier(const char* name, bool yes = false) {
     return votes;
 }
 
-inline void (*kernel)();
+inline void (*kernel)(const void*);
+inline const void* kernel_params;
 
 inline void thread_main() {
-    kernel();
+    kernel(kernel_params);
     threads[current].state = State::DONE;
     run_next();
 }
@@ -124,7 +126,8 @@ inline void thread_main() {
 inline void start_threads(int count) {
     static char* stacks = nullptr;
     const size_t bytes = size_t(MOST_THREADS) * STACK_BYTES;
-    if (!stacks) stacks = static_cast<char*>(mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
+    const int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
+    if (!stacks) stacks = static_cast<char*>(mmap(nullptr, bytes, PROT_READ | PROT_WRITE, flags, -1, 0));
     if (stacks == MAP_FAILED) fail("no memory for the stacks of the threads");
     thread_count = count, block_arrived = barriers = 0, vote = false;
     memset(arrived, 0, sizeof arrived);

@@ -1,0 +1,192 @@
+// The bodies of PTX instructions.
+#include <cmath>
+
+#include "emulator.hpp"
+#include "memory.hpp"
+
+namespace ptx {
+
+using namespace emulator;
+
+template <class T, class From> static T bits(From from) {
+    static_assert(sizeof(T) == sizeof(From), "");
+    T to;
+    memcpy(&to, &from, sizeof to);
+    return to;
+}
+
+// ---- 16-bit numbers -----------------------------------------------------------------------------------------------------
+
+struct Half {
+    static float from(b16 x) {
+        const int exponent = x >> 10 & 31, fraction = x & 1023;
+        const float size = exponent == 31 ? (fraction ? NAN : INFINITY)
+                           : exponent     ? ldexpf(fraction + 1024, exponent - 25)
+                                          : ldexpf(fraction, -24);
+        return x & 0x8000 ? -size : size;
+    }
+
+    static b16 to(float x) {  // to nearest even
+        const unsigned sign = bits<unsigned>(x) >> 16 & 0x8000;
+        const float size = fabsf(x);
+        if (size != size) return 0x7fff;
+        if (size >= 65520.0f) return sign | 0x7c00;
+        if (size < 6.103515625e-5f) return sign | unsigned(rintf(size * 16777216.0f));  // a denormal, or the smallest number above
+        const unsigned u = bits<unsigned>(size);
+        return sign | (((u + 0xfff + (u >> 13 & 1)) >> 13) - (112 << 10));
+    }
+};
+
+struct Bfloat {
+    static float from(b16 x) { return bits<float>(unsigned(x) << 16); }
+
+    static b16 to(float x) {
+        const unsigned u = bits<unsigned>(x);
+        return x != x ? 0x7fff : (u + 0x7fff + (u >> 16 & 1)) >> 16;
+    }
+};
+
+template <class T> static float number(b16 x) {
+    static float* table = nullptr;
+    if (!table) {
+        table = new float[65536];
+        for (int i = 0; i < 65536; ++i) table[i] = T::from(i);
+    }
+    return table[x];
+}
+
+template <class T> static unsigned pack(float low, float high) { return T::to(low) | unsigned(T::to(high)) << 16; }
+
+template <class T> static unsigned fma2(unsigned a, unsigned b, unsigned c) {
+    const auto one = [](unsigned x, unsigned y, unsigned z) { return float(double(T::from(x)) * T::from(y) + T::from(z)); };
+    return pack<T>(one(a & 0xffff, b & 0xffff, c & 0xffff), one(a >> 16, b >> 16, c >> 16));
+}
+
+void cvt_rn_f16x2_f32(b32& d, float high, float low) { d = pack<Half>(low, high); }
+void cvt_rn_bf16x2_f32(b32& d, float high, float low) { d = pack<Bfloat>(low, high); }
+void cvt_rn_f16_f32(b16& d, float a) { d = Half::to(a); }
+void cvt_f32_f16(float& d, b16 a) { d = Half::from(a); }
+void fma_rn_f16x2(b32& d, unsigned a, unsigned b, unsigned c) { d = fma2<Half>(a, b, c); }
+void fma_rn_bf16x2(b32& d, unsigned a, unsigned b, unsigned c) { d = fma2<Bfloat>(a, b, c); }
+
+// ---- arithmetic ------------------------------------------------------------------------------------------------------
+
+static float flushed(float x) { return fabsf(x) < 1.17549435e-38f ? 0.0f : x; }
+void ex2_approx_ftz_f32(float& d, float a) { d = flushed(exp2f(flushed(a))); }
+void rcp_approx_ftz_f32(float& d, float a) { d = flushed(1.0f / flushed(a)); }
+
+// ---- memory -------------------------------------------------------------------------------------------------------------
+
+void cp_async_cg_shared_global(unsigned to, const void* from, int bytes, int read) { begin_copy(to, from, bytes, read, "cp.async"); }
+void cp_async_ca_shared_global(unsigned to, const void* from, int bytes, int read) { begin_copy(to, from, bytes, read, "cp.async"); }
+void cp_async_cg_shared_global_L2_128B(unsigned to, const void* from, int bytes) { begin_copy(to, from, bytes, bytes, "cp.async"); }
+void cp_async_commit_group() { commit_copies(); }
+void cp_async_wait_group(int left) { wait_for_copies(left); }
+
+template <class... D> static void read_words(const void* from, D&... d) {
+    const auto* word = static_cast<const unsigned*>(from);
+    ((d = *word++), ...);
+}
+
+template <class... S> static void write_words(unsigned char* to, S... s) {
+    auto* word = reinterpret_cast<unsigned*>(to);
+    ((*word++ = s), ...);
+}
+
+void ld_global_nc_b32(b32& x, const void* from) { read_words(read_global(from, 4, "ld.global"), x); }
+void ld_global_nc_v2_b32(b32& x, b32& y, const void* from) { read_words(read_global(from, 8, "ld.global"), x, y); }
+void ld_global_nc_v4_b32(b32& x, b32& y, b32& z, b32& w, const void* from) {
+    read_words(read_global(from, 16, "ld.global"), x, y, z, w);
+}
+void ld_shared_b32(b32& x, unsigned from) { read_words(read_shared(from, 4, "ld.shared"), x); }
+void ld_shared_v4_b32(b32& x, b32& y, b32& z, b32& w, unsigned from) {
+    read_words(read_shared(from, 16, "ld.shared"), x, y, z, w);
+}
+void st_shared_b32(unsigned to, unsigned x) { write_words(write_shared(to, 4, "st.shared"), x); }
+void st_shared_v2_b32(unsigned to, unsigned x, unsigned y) { write_words(write_shared(to, 8, "st.shared"), x, y); }
+void st_shared_v4_b32(unsigned to, unsigned x, unsigned y, unsigned z, unsigned w) {
+    write_words(write_shared(to, 16, "st.shared"), x, y, z, w);
+}
+
+// ---- instructions of a warp ---------------------------------------------------------------------------------------------
+
+// Lane l names row l % 8 of matrix l / 8, and gets columns 2 (l % 4) and 2 (l % 4) + 1 of row l / 4; transposed: rows of a column.
+static void load_matrices(b32& d0, b32& d1, b32& d2, b32& d3, unsigned row, bool transposed) {
+    read_shared(row, 16, "ldmatrix");
+    threads[current].in[0] = row;
+    with_warp(transposed ? "ldmatrix.trans" : "ldmatrix", [transposed](Thread* lanes) {
+        for (int matrix = 0; matrix < 4; ++matrix) {
+            const Thread* rows = lanes + 8 * matrix;
+            for (int i = 0; i < 8; ++i)
+                for (int j = 0; j < i; ++j)
+                    if (rows[i].in[0] != rows[j].in[0] && rows[i].in[0] / 16 % 8 == rows[j].in[0] / 16 % 8)
+                        fail("bank conflict: rows %d and %d of matrix %d of ldmatrix, at %u and %u", i, j, matrix, rows[i].in[0],
+                             rows[j].in[0]);
+            for (int lane = 0; lane < WARP; ++lane) {
+                b16 x[2];
+                for (int e = 0; e < 2; ++e) {
+                    const int a = lane / 4, b = lane % 4 * 2 + e;
+                    memcpy(&x[e], smem + rows[transposed ? b : a].in[0] + 2 * (transposed ? a : b), 2);
+                }
+                lanes[lane].out[matrix] = x[0] | unsigned(x[1]) << 16;
+            }
+        }
+    });
+    const unsigned* out = threads[current].out;
+    d0 = out[0], d1 = out[1], d2 = out[2], d3 = out[3];
+}
+
+void ldmatrix_sync_aligned_m8n8_x4_shared_b16(b32& d0, b32& d1, b32& d2, b32& d3, unsigned row) {
+    load_matrices(d0, d1, d2, d3, row, false);
+}
+void ldmatrix_sync_aligned_m8n8_x4_trans_shared_b16(b32& d0, b32& d1, b32& d2, b32& d3, unsigned row) {
+    load_matrices(d0, d1, d2, d3, row, true);
+}
+
+// D = A B + C, A 16 x DEPTH in DEPTH / 4 registers, B DEPTH x 8 in DEPTH / 8; sums are exact and rounded once.
+template <class T, int DEPTH> static void multiply(Thread* lanes) {
+    constexpr int A_REGISTERS = DEPTH / 4, B_REGISTERS = DEPTH / 8;
+    double A[16][DEPTH], B[DEPTH][8];
+    for (int lane = 0; lane < WARP; ++lane) {
+        const unsigned* in = lanes[lane].in + 4;
+        const int g = lane / 4, t = lane % 4;
+        for (int e = 0; e < 2; ++e) {
+            for (int i = 0; i < A_REGISTERS; ++i) A[g + i % 2 * 8][2 * t + e + i / 2 * 8] = number<T>(in[i] >> 16 * e);
+            for (int i = 0; i < B_REGISTERS; ++i) B[2 * t + e + 8 * i][g] = number<T>(in[A_REGISTERS + i] >> 16 * e);
+        }
+    }
+    for (int row = 0; row < 16; ++row) {
+        double sum[8] = {};
+        for (int k = 0; k < DEPTH; ++k)
+            for (int column = 0; column < 8; ++column) sum[column] += A[row][k] * B[k][column];
+        for (int column = 0; column < 8; ++column) {
+            Thread& lane = lanes[row % 8 * 4 + column / 2];
+            const int i = row / 8 * 2 + column % 2;
+            lane.out[i] = bits<unsigned>(float(bits<float>(lane.in[i]) + sum[column]));
+        }
+    }
+}
+
+template <class T, int DEPTH, class... AB>
+static void mma(const char* name, float& d0, float& d1, float& d2, float& d3, float c0, float c1, float c2, float c3, AB... ab) {
+    const unsigned in[] = {bits<unsigned>(c0), bits<unsigned>(c1), bits<unsigned>(c2), bits<unsigned>(c3), ab...};
+    memcpy(threads[current].in, in, sizeof in);
+    with_warp(name, multiply<T, DEPTH>);
+    const unsigned* out = threads[current].out;
+    d0 = bits<float>(out[0]), d1 = bits<float>(out[1]), d2 = bits<float>(out[2]), d3 = bits<float>(out[3]);
+}
+
+void mma_sync_aligned_m16n8k16_row_col_f32_f16_f16_f32(
+    float& d0, float& d1, float& d2, float& d3, b32 a0, b32 a1, b32 a2, b32 a3, b32 b0, b32 b1, float c0, float c1, float c2, float c3) {
+    mma<Half, 16>("mma.m16n8k16", d0, d1, d2, d3, c0, c1, c2, c3, a0, a1, a2, a3, b0, b1);
+}
+void mma_sync_aligned_m16n8k16_row_col_f32_bf16_bf16_f32(
+    float& d0, float& d1, float& d2, float& d3, b32 a0, b32 a1, b32 a2, b32 a3, b32 b0, b32 b1, float c0, float c1, float c2, float c3) {
+    mma<Bfloat, 16>("mma.m16n8k16.bf16", d0, d1, d2, d3, c0, c1, c2, c3, a0, a1, a2, a3, b0, b1);
+}
+void mma_sync_aligned_m16n8k8_row_col_f32_f16_f16_f32(
+    float& d0, float& d1, float& d2, float& d3, b32 a0, b32 a1, b32 b0, float c0, float c1, float c2, float c3) {
+    mma<Half, 8>("mma.m16n8k8", d0, d1, d2, d3, c0, c1, c2, c3, a0, a1, b0);
+}
+
+}  // namespace ptx
