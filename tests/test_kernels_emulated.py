@@ -11,7 +11,7 @@ import compare
 import devices
 import numpy as np
 import pytest
-from cases import BF16, BY_NAME, F16, F32, Case, case, causal, fixed
+from cases import BF16, CASES, F16, F32, Case, Target, absent, case, causal, fixed
 from cuflash import device, tiles
 from cuflash import problem as problems
 from cuflash.backends import cuda
@@ -24,6 +24,7 @@ if reason is not None:
     pytest.skip(f"kernels cannot be emulated here: {reason}", allow_module_level=True)
 
 T4, H200 = device.KNOWN["T4"], device.KNOWN["H200"]
+FA2 = Target("cuda", "fa2")
 GPU_OF_FAMILY = {family: next(i for i in device.KNOWN.values() if tiles.family(i) == family) for family in tiles.PREFILL_FA2}
 
 
@@ -105,33 +106,27 @@ def tile_runs() -> Iterator[Run]:
 
 # ---- kinds of problems --------------------------------------------------------------------------------------------------
 
-KINDS = [
-    BY_NAME[name]
-    for name in (
-        "tail-queries-129 tail-keys-1 tail-square-causal-257 long-keys ratio-3 one-of-everything batch no-keys no-keys-sinks "
-        "head-size-1 head-size-2 head-size-33 head-size-72 head-sizes-64-128 head-sizes-192-128 head-sizes-33-5 head-sizes-5-256 "
-        "causal-more-queries-130 causal-more-queries-65-by-64 upper-left-window-behind-keys zero-lengths all-padding "
-        "upper-left upper-left-more-queries window0,0-130x130 window3,5-130x65 window-1,2-70x200 window7,-1-causal-129x300 "
-        "window100,63-257x257 window-upper-left window-right-upper-left-lengths lengths lengths-causal lengths-window left-padding "
-        "scale scale-negative scale-zero softcap softcap-wide alibi alibi-per-batch-causal sinks out-bfloat16 "
-        "strides-transposed-BHSD-4axes strides-reversed-BSHD-4axes strides-offset-BSHD-4axes strides-padded-BSHD-4axes "
-        "strides-heads_of_packed-BSHD-4axes strides-expanded-BSHD-4axes strides-every_other-BHSD-3axes "
-        "packed-causal packed-empty packed-slack packed-slack-sinks packed-transposed packed-window-alibi packed-lengths packed-upper-left"
-    ).split()
-] + [
+FURTHER = (
     case("copies-of-8-bytes", "1,70,130,2,1,20", causal),
     case("copies-of-4-bytes", "1,70,130,2,1,34", causal),
     case("softcap-alibi-window", "1,66,130,2,1,40", fixed(softcap=3.0, window=(50, 5), alibi_slopes=[0.5, 0.03])),
     case("window-128", "1,150,233,1,1,128", fixed(window=(70, 30))),
     case("window-256", "1,150,233,1,1,256", fixed(window=(70, 30))),
-]
+)
 
 
 def kind_runs() -> Iterator[Run]:
-    for c in KINDS:
-        for gpu in (H200, T4):
-            if gpu is H200 or c.name != "out-bfloat16":
-                yield of_case(c, F16, gpu)
+    """All cases of the conformance suite that the kernel takes, on the newest and on the oldest code path, and some more."""
+    for c in (*CASES, *FURTHER):
+        if F16 not in c.dtypes or c.page_size or c.decode:
+            continue
+        options: dict[str, object] = {}
+        for builder in c.options:
+            options.update(builder(c.rng(), c.shape, F16))
+        if not absent(FA2, F16, options):
+            yield of_case(c, F16, H200)
+            if options.get("out_dtype") != BF16:
+                yield of_case(c, F16, T4)
 
 
 def normal(d: int, dtype: np.dtype = F16, rows: int = 150, keys: int = 150) -> tuple[np.ndarray, ...]:
@@ -182,7 +177,7 @@ def emulator(request, tmp_path_factory):
     """Compiles what the tests that were asked for need, in their order, while the first of them run already."""
     made = emulate.Emulator(tmp_path_factory.mktemp("emulated"))
     for item in request.session.items:
-        run = RUNS.get(item.callspec.params.get("name")) if item.module is request.module else None
+        run = RUNS.get(item.callspec.params["name"]) if item.module is request.module else None
         if run is not None:
             made.prepare(run.instance(run.build()[0]), run.gpu)
     yield made
@@ -194,6 +189,7 @@ def test_results_and_accesses(emulator, name):
     """Twice: with the ends and with the beginnings of all arrays at forbidden pages."""
     run = RUNS[name]
     problem, check = run.build()
+    assert cuda.decline(problem, "fa2") is None
     emulator.run(problem, run.gpu, run.instance(problem), side="end")
     check()
     first = [a.array.copy() for a in (problem.out, problem.lse)]
