@@ -66,7 +66,9 @@ def why_unusable() -> str | None:
 
 
 def _compile(sources: Sequence[Path], library: Path, *flags: str) -> None:
-    command = [compiler(), *FLAGS, *flags, f"-I{HERE}", "-o", library, *sources]
+    program = compiler()
+    assert program is not None, why_unusable()
+    command: list[str | Path] = [program, *FLAGS, *flags, f"-I{HERE}", "-o", library, *sources]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     if done.returncode != 0:
         raise RuntimeError(f"{library.stem} does not compile for the host:\n{done.stderr[:5000]}")

@@ -34,7 +34,7 @@ inline int arrived[MOST_THREADS / WARP];  // threads of each warp at its instruc
 inline int thread_count;                  // threads of the block
 inline int block_arrived, barriers;       // threads at the block's barrier; barriers that the block has passed
 inline bool vote, votes;                  // of __syncthreads_or: while it gathers, and the result
-inline jmp_buf launch_point;              // of launch(), which gets one of these
+inline jmp_buf launch_point;              // of emulator_launch(), which gets one of these
 enum Outcome { BLOCK_DONE = 1, FAILED = 2 };
 inline char* message;
 inline int message_size;
