@@ -53,8 +53,15 @@ def place(device: int, stream: Any) -> Iterator[None]:
     if device == HOST:
         yield
         return
-    with on_stream(device, stream):
-        yield
+    import cupy
+
+    with cupy.cuda.Device(device):  # gives the former device back
+        pointer = stream_pointer(stream)
+        if stream is None or pointer == stream_pointer(None):
+            yield
+        else:
+            with cupy.cuda.Stream.from_external(StreamPointer(pointer)):
+                yield
 
 
 def stream_pointer(stream: Any) -> int:
@@ -69,20 +76,6 @@ def stream_pointer(stream: Any) -> int:
         protocol = stream.__cuda_stream__
         return int((protocol() if callable(protocol) else protocol)[1])
     return int(stream)
-
-
-@contextlib.contextmanager
-def on_stream(device: int, stream: Any) -> Iterator[int]:
-    """Make a device and a stream CuPy's current ones inside the ``with`` block; yields the stream's pointer."""
-    import cupy
-
-    with cupy.cuda.Device(device):  # gives the former device back
-        pointer = stream_pointer(stream)
-        if stream is None or pointer == int(cupy.cuda.get_current_stream().ptr):
-            yield pointer
-        else:
-            with cupy.cuda.Stream.from_external(StreamPointer(pointer)):
-                yield pointer
 
 
 def refuse_capture(what: str) -> None:

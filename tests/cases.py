@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
 import ml_dtypes
@@ -31,14 +31,14 @@ class Target(NamedTuple):
         return f"{self.backend}/{self.kernel}"
 
 
-# Every pair that exists. A new backend is one more line here, and what it declines stands in the cases below.
+# Every pair that exists. A new backend is one more line here, and what it declines stands in ABSENT.
 HOST = (Target("reference", "naive"), Target("cpu", "fa2"), Target("cpu", "decode"), Target("cpu", "naive"))
 NUMBA_CUDA = (Target("numba-cuda", "fa1"), Target("numba-cuda", "decode"))
 CUDA = (Target("cuda", "fa2"), Target("cuda", "naive"))
 ALL_TARGETS = (*HOST, *NUMBA_CUDA, *CUDA)
 GRADIENT_HOST = (Target("reference", "naive"), Target("cpu", "fa2"))
 
-# What this process runs: in Numba's simulator only that (its threads are Python's: tiny cases), with a GPU everything.
+# What this process runs: in Numba's simulator only that (its threads are Python's: tiny cases), with a GPU what runs there.
 if devices.SIMULATED:
     TARGETS, GRADIENT_TARGETS = NUMBA_CUDA, NUMBA_CUDA[:1]
 elif devices.gpu_wanted():
@@ -114,7 +114,6 @@ class Case:
     page_size: int = 0  # paged cache; needs kv_lengths
     decode: bool = False
     new: int = 0  # keys that decode() appends; kv_lengths counts them already
-    declines: Mapping[str, str] = field(default_factory=dict)  # target name -> words of its reason; only ever shrinks
 
     def rng(self) -> np.random.Generator:
         return np.random.default_rng(list(self.name.encode()))
@@ -432,7 +431,7 @@ def in_miniature(c: Case) -> Case:
 
 def same_but_for_name(c: Case) -> tuple:
     """Equal for cases that differ in their name alone."""
-    return tuple(getattr(c, f.name) for f in fields(c) if f.name not in ("name", "dtypes", "declines"))
+    return tuple(getattr(c, f.name) for f in fields(c) if f.name not in ("name", "dtypes"))
 
 
 if devices.SIMULATED:  # once each; strides are NumPy's business there

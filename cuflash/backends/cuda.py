@@ -13,7 +13,7 @@ import numpy as np
 from .. import device, jit, launch, tiles
 from ..tiles import Tile
 from ..types import HOST, UNBOUNDED, Plan, Problem
-from . import naive_cuda
+from . import naive_cuda, packed
 
 NAME = "cuda"
 KERNELS = ("fa2", "naive")
@@ -195,18 +195,17 @@ def run(plan: Plan, problem: Problem) -> None:
         naive_cuda.run(plan, problem)
         return
     chosen, section = plan.extra
-    with launch.on_stream(problem.q.device, problem.stream) as stream:
-        if problem.varlen:
-            _clear_slack(problem)
-        # The arrays of this run may be aligned otherwise than those that the plan was made for.
-        ready = with_load(chosen, launch.copy_bytes((problem.q, problem.k, problem.v)), device.probe(problem.q.device))
-        grid = _grid(problem, ready.tile)
-        if grid == 0:
-            return
-        function = jit.function(ready.source, problem.q.device, ready.shared_memory)
-        with _small_arrays(problem) as pointers:
-            params = launch.pack_prefill(problem, ready.tile.m, section, ready.score == SCORE_PLAIN, pointers)
-            launch.launch(function, grid, ready.tile.threads, ready.shared_memory, params, stream)
+    if problem.varlen:
+        packed.clear_slack(problem)
+    # The arrays of this run may be aligned otherwise than those that the plan was made for.
+    ready = with_load(chosen, launch.copy_bytes((problem.q, problem.k, problem.v)), device.probe(problem.q.device))
+    grid = _grid(problem, ready.tile)
+    if grid == 0:
+        return
+    function = jit.function(ready.source, problem.q.device, ready.shared_memory)
+    with _small_arrays(problem) as pointers:
+        params = launch.pack_prefill(problem, ready.tile.m, section, ready.score == SCORE_PLAIN, pointers)
+        launch.launch(function, grid, ready.tile.threads, ready.shared_memory, params, launch.stream_pointer(None))
 
 
 @functools.lru_cache(maxsize=512)
@@ -248,17 +247,6 @@ def _small_arrays(problem: Problem) -> Iterator[dict[str, int]]:
         total += len(data)
     on_device = cupy.asarray(np.frombuffer(b"".join(parts), np.uint8))
     yield {name: on_device.data.ptr + offset for name, offset in offsets.items()}
-
-
-def _clear_slack(problem: Problem) -> None:
-    """Packed rows that belong to no sequence: O = 0, LSE = -inf."""
-    assert problem.out is not None and problem.cu_seqlens_q is not None
-    end = int(problem.cu_seqlens_q[-1])
-    if end == problem.q.shape[0]:
-        return
-    problem.out.array[end:] = 0
-    if problem.lse is not None:
-        problem.lse.array[:, end:] = -np.inf
 
 
 def instances(arch: str) -> Iterator[jit.Source]:

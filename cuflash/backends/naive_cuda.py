@@ -17,6 +17,7 @@ import numpy as np
 
 from .. import device, jit, launch
 from ..types import HOST, ArrayView, Plan, Problem, Sequence
+from . import packed
 
 THREADS = 128  # of a block of the softmax kernel
 SCALE_FP16 = 2.0**-14  # of fp16 weights, which the softmax kernel stores 2^14 times as large
@@ -196,8 +197,7 @@ def _head_groups(problem: Problem) -> Iterator[tuple[int, int, int, int, int]]:
 
 def run(plan: Plan, problem: Problem) -> None:
     """Write ``problem.out`` and, unless it is None, ``problem.lse``."""
-    with launch.on_stream(problem.q.device, problem.stream) as stream:
-        compute(problem, Gpu(problem, stream))
+    compute(problem, Gpu(problem, launch.stream_pointer(None)))
 
 
 def compute(problem: Problem, engine: Any) -> None:
@@ -207,8 +207,8 @@ def compute(problem: Problem, engine: Any) -> None:
         return
     q, k, v = _operand(problem.q, problem.seqlen_q), _operand(problem.k, problem.seqlen_k), _operand(problem.v, problem.seqlen_k)
     scores = engine.empty((workspace(problem),), np.dtype(np.uint8))
-    if problem.varlen:  # packed rows that belong to no sequence
-        _clear(problem, slice(int(problem.cu_seqlens_q[-1]), None))  # type: ignore[index]
+    if problem.varlen:
+        packed.clear_slack(problem)
     for s in problem.sequences():
         rows = s.q_length
         out_rows: Any = slice(s.q_begin, s.q_begin + rows) if problem.varlen else s.index
@@ -216,7 +216,7 @@ def compute(problem: Problem, engine: Any) -> None:
         if rows == 0:
             continue
         if not keys:
-            _clear(problem, out_rows)
+            packed.clear_rows(problem, out_rows)
             continue
         _scores(problem, engine, s, keys, q, k, scores)
         engine.softmax(_params(problem, s, keys, engine.pointer(scores)))
@@ -226,13 +226,6 @@ def compute(problem: Problem, engine: Any) -> None:
         _products(problem, engine, s, keys, v, scores, out)
         if not direct:
             target[...] = out
-
-
-def _clear(problem: Problem, rows: Any) -> None:
-    """Rows that see nothing: O = 0, LSE = -inf. ``rows``: a batch entry, or packed rows."""
-    problem.out.array[rows] = 0  # type: ignore[union-attr]
-    if problem.lse is not None:
-        problem.lse.array[(slice(None), rows) if problem.varlen else rows] = -np.inf
 
 
 def _unit_rows(a: Any) -> bool:

@@ -14,6 +14,7 @@ import numpy as np
 from .. import launch
 from ..host import simulates_cuda
 from ..types import Gradients, NoBackendError, Plan, Problem
+from . import packed
 
 NAME = "numba-cuda"
 KERNELS = ("fa1", "decode")
@@ -330,15 +331,7 @@ def run(plan: Plan, problem: Problem) -> None:
         )
     device.finish()
     if problem.varlen:
-        _clear_slack(problem)
-
-
-def _clear_slack(problem: Problem) -> None:
-    """Packed rows that belong to no sequence: O = 0, LSE = -inf."""
-    end = int(problem.cu_seqlens_q[-1])
-    problem.out.array[end:] = 0
-    if problem.lse is not None:
-        problem.lse.array[:, end:] = -np.inf
+        packed.clear_slack(problem)
 
 
 def run_backward(plan: Plan, problem: Problem) -> Gradients:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 from cuflash import arrays, jit, launch
-from cuflash.backends import cuda
+from cuflash.backends import cuda, packed
 from cuflash.device import DeviceInfo
 from cuflash.types import Problem
 
@@ -184,7 +184,7 @@ class Emulator:
         """
         instance = instance or chosen(problem, info)
         if problem.varlen:
-            cuda._clear_slack(problem)
+            packed.clear_slack(problem)
         blocks = cuda._grid(problem, instance.tile)
         if blocks == 0:
             return
