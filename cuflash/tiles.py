@@ -26,6 +26,9 @@ class Tile(NamedTuple):
         1: K is loaded while V is used and the other way round.
     resident : int
         Blocks that shall fit a multiprocessor together; it bounds the registers.
+    groups : int
+        Warps that share their rows: each takes every group's part of the keys and of the value columns, so that keys and values are
+        read for as many more rows at a time; weights and row maxima go through shared memory.
     q_registers : bool
         Keep the queries in registers instead of reading them from shared memory in every step.
     """
@@ -35,6 +38,7 @@ class Tile(NamedTuple):
     warps: int
     stages: int
     resident: int
+    groups: int = 1
     q_registers: bool = False
 
     @property
@@ -44,13 +48,15 @@ class Tile(NamedTuple):
     def shared_memory(self, d: int, dv: int) -> int:
         """Bytes of dynamic shared memory for padded head sizes; PrefillFa2::SMEM_BYTES counts the same."""
         pipeline = 2 * (self.m * d + self.stages * self.n * (d + dv))
+        if self.groups > 1:
+            pipeline += 2 * self.m * self.n + 4 * self.groups * self.m
         return max(pipeline, 2 * self.m * dv)  # the rows of out pass through the same memory
 
 
 @dataclass(frozen=True)
 class Choice:
     """Tiles in order of preference: without and with a band mask (causal, window), and for kernels that need more registers
-    than those (score kinds other than the plain one, arrays of any strides)."""
+    than those (score kinds other than the plain one, copies of 4 bytes and arrays of any strides)."""
 
     full: tuple[Tile, ...]
     band: tuple[Tile, ...]
@@ -68,17 +74,17 @@ PREFILL_FA2: dict[str, dict[int, Choice]] = {
         32: _both(Tile(128, 128, 4, 2, 2)),  # 40 KiB, 2
         64: _both(Tile(128, 128, 4, 1, 2), lean=(Tile(128, 64, 4, 2, 2),)),  # 48 KiB, 2
         96: _both(Tile(128, 64, 4, 2, 2)),  # 72 KiB, 2
-        128: _both(Tile(128, 64, 4, 2, 2), lean=(Tile(128, 32, 4, 2, 2),)),  # 96 KiB, 2; lean 64 KiB, 2
-        160: _both(Tile(128, 64, 8, 2, 1)),  # 120 KiB, 1
-        192: _both(Tile(128, 64, 8, 2, 1)),  # 144 KiB, 1
-        256: _both(Tile(64, 64, 4, 1, 2)),  # 96 KiB, 2
+        128: Choice((Tile(128, 64, 4, 1, 2),), (Tile(128, 64, 4, 2, 2),), (Tile(128, 32, 4, 2, 2),)),  # 64, 96, 64 KiB, 2
+        160: Choice((Tile(128, 32, 4, 2, 2),), (Tile(128, 32, 4, 1, 2),), (Tile(128, 64, 8, 2, 1),)),  # 80, 60 KiB, 2; 120 KiB, 1
+        192: Choice((Tile(64, 64, 4, 1, 2, 2),), (Tile(64, 64, 4, 1, 2),), (Tile(128, 64, 8, 2, 1),)),  # 81, 72 KiB, 2; 144 KiB, 1
+        256: Choice((Tile(64, 64, 4, 1, 2, 2),), (Tile(64, 64, 4, 1, 2),), (Tile(64, 64, 4, 1, 2),)),  # 105, 96, 96 KiB, 2
     },
     # 163 KiB a block, 164 a multiprocessor
     "sm_80": {
         32: _both(Tile(128, 128, 4, 2, 2)),
         64: _both(Tile(128, 128, 4, 1, 2), lean=(Tile(128, 64, 4, 2, 2),)),  # 48 KiB, 2
         96: _both(Tile(128, 64, 4, 2, 2)),  # 72 KiB, 2
-        128: Choice((Tile(128, 64, 4, 1, 2),), (Tile(128, 32, 4, 2, 2),), (Tile(128, 32, 4, 2, 2),)),  # 64 KiB, 2
+        128: _both(Tile(128, 32, 4, 2, 2)),  # 64 KiB, 2
         160: _both(Tile(128, 64, 8, 2, 1)),  # 120 KiB, 1
         192: _both(Tile(128, 64, 8, 2, 1)),  # 144 KiB, 1
         256: _both(Tile(128, 64, 8, 1, 1)),  # 128 KiB, 1

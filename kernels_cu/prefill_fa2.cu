@@ -1,49 +1,100 @@
 // FlashAttention-2's forward pass with mma.sync, for sm_75 and every later GPU.
 //
 // A block computes M query rows of one head; each of its warps owns M / WARPS of them and all the keys, so that softmax needs
-// no other warp. Keys and values come in tiles of N rows, from the last visible to the first; a tile that no row of the block may
+// no other warp; or (GROUPS = 2, for large heads) two warps own twice as many rows together, and of the keys and the value columns
+// half each. Keys and values come in tiles of N rows, from the last visible to the first; a tile that no row of the block may
 // see is never loaded, and only tiles that some row sees in part are masked.
 //
 // Costs, per warp and tile of 32 rows x 64 keys at D = 128: 256 mma (2 MFLOP), 80 ldmatrix, 16 cp.async; softmax takes 4.5 issue slots
 // for each of a lane's 64 scores (max, fma, ex2, add, half a conversion), 288, and 128 to rescale. Together about 900 issue slots, while
 // at 8 clocks an mma the tensor cores are busy for 2,048 clocks: they are the ceiling as long as two warps a scheduler hide each
 // other's softmax. Hence two blocks of 4 warps a multiprocessor, and at most 255 registers a thread.
-#include "include/epilogue.cuh"
+//
+// At D = 256 the 255 registers hold O of 16 rows only, and each K and V that a warp reads from shared memory (128 bytes a clock) serves
+// 16 rows: 144 ldmatrix a warp for 256 mma, with the copies 5,632 clocks of the 4,096 that the mma of 8 warps take. GROUPS = 2 reads
+// 32 rows of Q, half of K, all of P and half of V: 104 ldmatrix, 4,352 clocks, for two more barriers a tile.
 #include "include/walk.cuh"
 
 // What an instance fixes. STAGES: tiles of K and of V in shared memory. LOAD: see TileLoader.
 template <
-    class In_, class Out_, int DQK_, int DV_, int M_, int N_, int WARPS_, int STAGES_, bool Q_IN_RMEM_, int LOAD_, int MASK_, int SCORE_>
+    class In_, class Out_, int DQK_, int DV_, int M_, int N_, int WARPS_, int STAGES_, int GROUPS_, bool Q_IN_RMEM_, int LOAD_, int MASK_,
+    int SCORE_>
 struct PrefillFa2 {
     using In = In_;
     using Out = Out_;
     static constexpr int DQK = DQK_, DV = DV_, M = M_, N = N_, STAGES = STAGES_, LOAD = LOAD_, MASK = MASK_, SCORE = SCORE_;
     static constexpr bool Q_IN_RMEM = Q_IN_RMEM_;
     static constexpr int THREADS = 32 * WARPS_;
-    static constexpr int WARP_ROWS = M / WARPS_;
-    static constexpr int MT = WARP_ROWS / 16, NT = N / 8, OT = DV / 8;  // mma tiles of a warp: rows, keys, value columns
+    static constexpr int GROUPS = GROUPS_;
+    static constexpr int WARP_ROWS = M * GROUPS / WARPS_, KEYS = N / GROUPS;  // rows and keys whose scores a warp computes
+    static constexpr int MT = WARP_ROWS / 16, NT = KEYS / 8, OT = DV / GROUPS / 8;  // mma tiles of a warp: rows, keys, value columns
     // Few registers are left beside S and O: what follows from the thread's number is worked out anew for every tile.
-    static constexpr bool TIGHT = 4 * MT * (NT + OT) >= (SCORE == SCORE_PLAIN && LOAD > 2 ? 192 : 128) && (OT > NT || MASK != MASK_LENGTH);
+    static constexpr bool ROOM = SCORE == SCORE_PLAIN && LOAD > 2 && (GROUPS == 1 || (MASK & MASK_LEFT) == 0);
+    static constexpr bool TIGHT = 4 * MT * (NT + OT) >= (ROOM ? 192 : 128);
     using QTile = SmemTile<M, DQK>;
     using KTile = SmemTile<N, DQK>;
     using VTile = SmemTile<N, DV>;
+    using PTile = SmemTile<M, N>;
     using OTile = SmemTile<M, DV>;
     static constexpr int K_SMEM = QTile::BYTES, V_SMEM = K_SMEM + STAGES * KTile::BYTES;  // offsets
-    static constexpr int PIPELINE_BYTES = V_SMEM + STAGES * VTile::BYTES;
+    static constexpr int P_SMEM = V_SMEM + STAGES * VTile::BYTES, TOP_SMEM = P_SMEM + (GROUPS > 1 ? PTile::BYTES : 0);
+    static constexpr int PIPELINE_BYTES = TOP_SMEM + (GROUPS > 1 ? 4 * GROUPS * M : 0);
     static constexpr int SMEM_BYTES = PIPELINE_BYTES > OTile::BYTES ? PIPELINE_BYTES : OTile::BYTES;  // out passes through it in the end
-    static_assert(M % (16 * WARPS_) == 0 && (STAGES == 1 || STAGES == 2), "");
+    static_assert(MT * 16 * WARPS_ == M * GROUPS && NT % 2 == 0 && OT % 2 == 0 && (STAGES == 1 || STAGES == 2), "");
 };
+
+// All tiles of the block. A warp computes those that its own rows may see.
+template <class C> __device__ __forceinline__ void walk(const Block<C>& block, WarpAttention<C>& warp) {
+    int tile = block.last, first = block.first;
+    if constexpr (C::MASK != MASK_LENGTH) {
+        const int own_position = block.position + warp.row(threadIdx.x);
+        const KeyRange own = block.visible.of_any(own_position, own_position + C::WARP_ROWS - 1);
+        const int last = own.empty() ? -1 : (own.end - 1) / C::N;
+        first = max(first, own.begin / C::N);
+#pragma unroll 1
+        for (; tile >= block.first && tile > last; --tile) block.pass(thread_index<C::TIGHT>(), tile);
+    }
+#pragma unroll 1
+    for (; tile >= first; --tile) {
+        const int thread = thread_index<C::TIGHT>();
+        block.begin(thread, tile);
+        warp.scores(block, thread, tile);
+        block.middle(thread, tile);
+        warp.softmax(block, thread, tile);
+        block.exchange();
+        warp.values(block, thread, tile);
+    }
+    if constexpr ((C::MASK & MASK_LEFT) != 0) {
+#pragma unroll 1
+        for (; tile >= block.first; --tile) block.pass(thread_index<C::TIGHT>(), tile);
+    }
+}
 
 // Divide by the sums; write out and log-sum-exp. Where the rows are is worked out again: registers are scarce in the main loop.
 template <class C>
-__device__ __forceinline__ void finish(const PrefillParams& p, SoftmaxState<2 * C::MT>& state, float (&O_rmem)[C::MT][C::OT][4], u32 smem) {
+__device__ __forceinline__ void finish(
+    const PrefillParams& p, SoftmaxState<2 * C::MT>& state, float (&O_rmem)[C::MT][C::OT][4], u32 smem, bool careful
+) {
     const WorkItem work = work_item(p, block_index());
     const Sequence seq = sequence(p, work.batch);
     const int first_row = work.m_tile * C::M, rows = min(C::M, seq.q_length - first_row);
-    const int lane = thread_index() % 32, warp_row = thread_index() / 32 * C::WARP_ROWS;
+    const int thread = thread_index(), lane = thread % 32, warp_row = WarpAttention<C>::row(thread), group = WarpAttention<C>::group(thread);
+#pragma unroll
+    for (int r = 0; r < 2 * C::MT; ++r) state.reduce(r);
+    if constexpr (C::GROUPS > 1) {  // the sums of all groups, through the place of the tops
+#pragma unroll
+        for (int r = 0; r < 2 * C::MT; ++r)
+            if (lane % 4 == 0) store_smem(WarpAttention<C>::tops(smem, group, thread) + 32 * r, __float_as_uint(state.sum[r]));
+        __syncthreads();
+#pragma unroll
+        for (int r = 0; r < 2 * C::MT; ++r) {
+            state.sum[r] = 0.0f;
+#pragma unroll
+            for (int g = 0; g < C::GROUPS; ++g) state.sum[r] += __uint_as_float(load_smem_4(WarpAttention<C>::tops(smem, g, thread) + 32 * r));
+        }
+    }
 #pragma unroll
     for (int r = 0; r < 2 * C::MT; ++r) {
-        state.reduce(r);
         float factor = 1.0f, sink_factor;
         const bool empty = state.sum[r] == 0.0f;  // NaN is not empty
         if (p.sinks) state.merge(r, p.sinks[work.head], 1.0f, factor, sink_factor);
@@ -56,64 +107,48 @@ __device__ __forceinline__ void finish(const PrefillParams& p, SoftmaxState<2 * 
                 x = empty ? 0.0f : x * inverse;
             }
         const int row = warp_row + 8 * r + lane / 4;
-        if (p.lse && lane % 4 == 0 && row < rows)
+        if (p.lse && lane % 4 == 0 && group == 0 && row < rows)
             p.lse[work.batch * p.lse_stride.batch + work.head * p.lse_stride.head + (seq.q_begin + first_row + row) * p.lse_stride.row] =
                 state.finish(r);
     }
 
     const i64 out_offset = work.batch * p.out_stride.batch + (seq.q_begin + first_row) * p.out_stride.row + work.head * p.out_stride.head;
     __syncthreads();  // the staging lies over Q, K and V
-    store_rows<typename C::Out, typename C::OTile, C::THREADS>(
-        O_rmem, smem, static_cast<u16*>(p.out) + out_offset, p.out_stride, rows, p.head_dim_v, p.out_vector, warp_row, lane);
+    store_fragments<typename C::Out, typename C::OTile, 2 * C::GROUPS>(O_rmem, smem, warp_row, 2 * group, lane);
+    __syncthreads();
+    if (C::MASK != MASK_LENGTH && careful) {
+        Block<C>(p, work, seq, smem, true).add_not_finite(thread, rows);
+        __syncthreads();
+    }
+    store_rows<typename C::OTile, C::THREADS>(
+        smem, static_cast<u16*>(p.out) + out_offset, p.out_stride, rows, p.head_dim_v, p.out_vector);
 }
 
 template <class C> __device__ __forceinline__ void prefill_fa2(const PrefillParams& p, unsigned char* smem) {
-    const WorkItem work = work_item(p, blockIdx.x);
-    const Sequence seq = sequence(p, work.batch);
-    const int first_row = work.m_tile * C::M;
-    if (first_row >= seq.q_length) return;
-
-    const Block<C> block(p, work, seq, smem_address(smem));
     WarpAttention<C> warp(p);
-    if (block.visible.begin < block.visible.end) {
+    bool careful = false;
+    while (true) {
+        // Which block this is is worked out for every walk: little of it need stay in registers.
+        const WorkItem work = work_item(p, block_index());
+        const Sequence seq = sequence(p, work.batch);
+        const int first_row = work.m_tile * C::M;
+        if (first_row >= seq.q_length) return;
+        const Block<C> block(p, work, seq, smem_address(smem), careful);
+        if (block.visible.begin >= block.visible.end) break;
         const TileLoader<typename C::QTile, C::THREADS, C::LOAD> q_loader(p.q, p.q_stride, work.batch, seq.q_begin, work.head, p.head_dim);
-        q_loader.load(threadIdx.x, block.smem, first_row, 0, seq.q_length);
-        block.start(threadIdx.x);
+        q_loader.load(thread_index(), block.smem, first_row, 0, seq.q_length);
+        block.start(thread_index());
         if constexpr (C::Q_IN_RMEM) {
             copies_wait<C::STAGES - 1>();
             __syncthreads();
-            warp.keep_q(block.smem, threadIdx.x);
+            warp.keep_q(block.smem, thread_index());
         }
-        // Of the block's tiles, a warp computes those that its own rows may see.
-        int tile = block.last, first = block.first;
-        bool rare = false;  // V has numbers that are not finite, in a tile that is cut
-        if constexpr (C::MASK != MASK_LENGTH) {
-            const int own_position = block.position + threadIdx.x / 32 * C::WARP_ROWS;
-            const KeyRange own = block.visible.of_any(own_position, own_position + C::WARP_ROWS - 1);
-            const int last = own.empty() ? -1 : (own.end - 1) / C::N;
-            first = max(first, own.begin / C::N);
-#pragma unroll 1
-            for (; tile >= block.first && tile > last; --tile) rare |= block.pass(thread_index<C::TIGHT>(), tile);
-        }
-#pragma unroll 1
-        for (; tile >= first; --tile) {
-            const int thread = thread_index<C::TIGHT>();
-            rare |= block.begin(thread, tile);
-            warp.scores(block, thread, tile);
-            rare |= block.middle(thread, tile);
-            warp.softmax(block, thread, tile);
-            warp.values(block, thread, tile);
-        }
-        if constexpr (C::MASK != MASK_LENGTH) {
-            if constexpr ((C::MASK & MASK_LEFT) != 0) {
-#pragma unroll 1
-                for (; tile >= block.first; --tile) rare |= block.pass(thread_index<C::TIGHT>(), tile);
-            }
-            if (rare) {  // the block put together anew: its values must not wait in registers
-                const WorkItem again = work_item(p, block_index());
-                warp.add_not_finite(Block<C>(p, again, sequence(p, again.batch), 0), thread_index());
-            }
-        }
+        walk(block, warp);
+        if constexpr (C::MASK == MASK_LENGTH) break;
+        // Where rows see different keys, 0 * v of an infinite or NaN v may have reached rows that do not see it: once more, with care.
+        if (careful || !__syncthreads_or(warp.not_finite())) break;
+        careful = true;
+        warp.init();
     }
-    finish<C>(p, warp.state, warp.O_rmem, smem_address(smem));
+    finish<C>(p, warp.state, warp.O_rmem, smem_address(smem), careful);
 }

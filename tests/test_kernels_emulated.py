@@ -93,7 +93,7 @@ def tile_runs() -> Iterator[Run]:
                     size = d - 8 * (len(seen) % 2)
                     rows, keys = tile.m + 5, 2 * tile.n + 9
                     dtype = F16 if gpu.cc < (8, 0) or len(seen) % 3 == 0 else BF16
-                    name = f"tile-{d}-m{tile.m}n{tile.n}w{tile.warps}s{tile.stages}{'q' * tile.q_registers}-{kind}"
+                    name = f"tile-{d}-m{tile.m}n{tile.n}w{tile.warps}s{tile.stages}g{tile.groups}{'q' * tile.q_registers}-{kind}"
                     if kind == "full":
                         yield of_case(case(name, f"1,{rows},{keys},1,1,{size}"), dtype, gpu, tile)
                     elif kind == "band":

@@ -42,7 +42,7 @@ class Instance:
     def name(self) -> str:
         heads = f"d{self.d}" if self.d == self.dv else f"d{self.d}v{self.dv}"
         t = self.tile
-        words = ["prefill_fa2", SHORT_TYPES[self.dtype], heads, f"m{t.m}n{t.n}w{t.warps}s{t.stages}" + "q" * t.q_registers]
+        words = ["prefill_fa2", SHORT_TYPES[self.dtype], heads, f"m{t.m}n{t.n}w{t.warps}s{t.stages}" + f"g{t.groups}" * (t.groups > 1) + "q" * t.q_registers]
         if self.out != self.dtype:
             words.append(f"to_{SHORT_TYPES[self.out]}")
         if self.mask != MASK_LENGTH:
@@ -60,7 +60,7 @@ class Instance:
     @functools.cached_property
     def source(self) -> jit.Source:
         t = self.tile
-        numbers = (self.d, self.dv, t.m, t.n, t.warps, t.stages, str(t.q_registers).lower(), self.load, self.mask, self.score)
+        numbers = (self.d, self.dv, t.m, t.n, t.warps, t.stages, t.groups, str(t.q_registers).lower(), self.load, self.mask, self.score)
         stub = (
             f"using Instance = PrefillFa2<{TYPES[self.dtype]}, {TYPES[self.out]}, {', '.join(map(str, numbers))}>;\n"
             f'static_assert(sizeof(PrefillParams) == {launch.PREFILL_PARAMS.itemsize}, "launch.py mirrors params.cuh");\n'
@@ -142,7 +142,7 @@ def instance(problem: Problem, info: device.DeviceInfo) -> Instance | None:
     left, right = (side != UNBOUNDED for side in problem.window)
     mask = MASK_RIGHT | MASK_LEFT if left else MASK_RIGHT if right else MASK_LENGTH
     load, score = launch.copy_bytes((problem.q, problem.k, problem.v)), score_kind(problem)
-    tile = tiles.prefill_fa2(d, dv, mask != MASK_LENGTH, score != SCORE_PLAIN or load == 2, info)
+    tile = tiles.prefill_fa2(d, dv, mask != MASK_LENGTH, score != SCORE_PLAIN or load <= 4, info)
     if tile is None:
         return None
     return Instance(problem.q.dtype.name, problem.out_dtype.name, d, dv, tile, mask, score, load)
@@ -214,7 +214,7 @@ def with_load(chosen: Instance, load: int, info: device.DeviceInfo) -> Instance:
     if load == chosen.load:
         return chosen
     tile = chosen.tile
-    if load == 2:
+    if load <= 4:
         tile = tiles.prefill_fa2(chosen.d, chosen.dv, chosen.mask != MASK_LENGTH, True, info) or tile
     return dataclasses.replace(chosen, tile=tile, load=load)
 
@@ -262,7 +262,7 @@ def common(arch: str) -> Iterator[Instance]:
     dtypes = ("float16",) if info.cc < (8, 0) else ("float16", "bfloat16")
 
     def make(dtype: str, d: int, mask: int, load: int = 16, score: int = SCORE_PLAIN, out: str | None = None) -> Instance:
-        tile = tiles.prefill_fa2(d, d, mask != MASK_LENGTH, score != SCORE_PLAIN or load == 2, info)
+        tile = tiles.prefill_fa2(d, d, mask != MASK_LENGTH, score != SCORE_PLAIN or load <= 4, info)
         assert tile is not None
         return Instance(dtype, out or dtype, d, d, tile, mask, score, load)
 

@@ -1,25 +1,24 @@
-// Normalised rows to global memory.
+// From accumulators to memory.
 #include "include/layout.cuh"
 
-// Accumulators of a block of M rows, already divided by their sums -> out, in the 16-bit type Out, through shared memory, so
-// that whole sectors are written. `row_gmem` is out at the block's first row and column 0; rows counts those that exist.
-template <class Out, class Tile, int THREADS, int MT, int OT>
-__device__ __forceinline__ void store_rows(
-    const float (&acc)[MT][OT][4], u32 smem, u16* row_gmem, const Strides& stride, int rows, int columns, bool vector, int warp_row,
-    int lane
-) {
+// 16 x 8 tiles of a warp, rounded to 16 bits, into a tile of shared memory: pairs of them, STEP tiles from one pair to the next.
+template <class Out, class Tile, int STEP, int MT, int NT>
+__device__ __forceinline__ void store_fragments(const float (&acc)[MT][NT][4], u32 smem, int warp_row, int first_chunk, int lane) {
 #pragma unroll
     for (int mt = 0; mt < MT; ++mt)
 #pragma unroll
-        for (int ot = 0; ot < OT; ++ot)
+        for (int nt = 0; nt < NT; ++nt)
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
-                constexpr int PER_BLOCK = Tile::CHUNKS;
-                const int row = warp_row + 16 * mt + 8 * half + lane / 4;
-                const u32 at = smem + ot / PER_BLOCK * Tile::BLOCK_BYTES + Tile::offset(row, ot % PER_BLOCK) + lane % 4 * 4;
-                store_smem(at, pack2<Out>(acc[mt][ot][2 * half], acc[mt][ot][2 * half + 1]));
+                const int chunk = first_chunk + nt / 2 * STEP + nt % 2, row = warp_row + 16 * mt + 8 * half + lane / 4;
+                const u32 at = smem + chunk / Tile::CHUNKS * Tile::BLOCK_BYTES + Tile::offset(row, chunk % Tile::CHUNKS) + lane % 4 * 4;
+                store_smem(at, pack2<Out>(acc[mt][nt][2 * half], acc[mt][nt][2 * half + 1]));
             }
-    __syncthreads();
+}
+
+// Rows of 16-bit numbers in shared memory, as many as exist -> out: whole sectors. `row_gmem` is out at the first row and column 0.
+template <class Tile, int THREADS>
+__device__ __forceinline__ void store_rows(u32 smem, u16* row_gmem, const Strides& stride, int rows, int columns, bool vector) {
     constexpr int PASS = THREADS / Tile::CHUNKS;
     const int chunk = threadIdx.x % Tile::CHUNKS;
 #pragma unroll 1

@@ -50,17 +50,7 @@ template <class Tile, int THREADS, int LOAD> struct TileLoader {
         else copy<false>(thread, tile_smem, tile_row, begin, end);
     }
 
-    // Whether one of the numbers that this thread copied is infinite or NaN; and replace those by 0.
-    template <class T> static __device__ __forceinline__ bool not_finite(int thread, u32 tile_smem) {
-        u32 watched = 0;
-#pragma unroll 4
-        for (int i = 0; i < OWN_CHUNKS; ++i) {
-            const uint4 x = load_smem_16(own_chunk(thread, tile_smem, i));
-            watched = watch2<T>(watch2<T>(watch2<T>(watch2<T>(watched, x.x), x.y), x.z), x.w);
-        }
-        return (watched & 0x7fff7fffu) != 0;
-    }
-
+    // Replace those of the numbers that this thread has copied by 0 which are infinite or NaN.
     template <class T> static __device__ __forceinline__ void clear_not_finite(int thread, u32 tile_smem) {
 #pragma unroll 1
         for (int i = 0; i < OWN_CHUNKS; ++i) {
@@ -68,6 +58,11 @@ template <class Tile, int THREADS, int LOAD> struct TileLoader {
             const uint4 x = load_smem_16(at);
             store_smem(at, make_uint4(only_finite<T>(x.x), only_finite<T>(x.y), only_finite<T>(x.z), only_finite<T>(x.w)));
         }
+    }
+
+    // One number of the array; 0 behind the last column.
+    __device__ __forceinline__ u32 number(int row, int column) const {
+        return column < columns ? u32(first_gmem[row * row_stride + column * column_stride]) : 0u;
     }
 
   private:

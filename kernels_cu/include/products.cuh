@@ -36,7 +36,7 @@ __device__ __forceinline__ void multiply_qk(
             }
         }
 #pragma unroll
-        for (int n = 0; n < C::N / 16; ++n) {
+        for (int n = 0; n < C::NT / 2; ++n) {
             u32 b[4];  // 16 keys x 16 columns
             ldmatrix_x4(b, C::KTile::fragment(K_frag, n, k));
 #pragma unroll
@@ -59,13 +59,13 @@ template <class C> __device__ __forceinline__ void round_weights(u32 (&a)[C::MT]
         }
 }
 
-// O_rmem += P V of a warp for 16 keys.
+// O_rmem += P V of a warp for 16 keys. Of the value columns, in blocks of 16, each of the GROUPS takes every GROUPS-th.
 template <class C>
 __device__ __forceinline__ void multiply_pv(float (&O_rmem)[C::MT][C::OT][4], const u32 (&a)[C::MT][4], u32 V_frag, int k) {
 #pragma unroll
-    for (int n = 0; n < C::DV / 16; ++n) {
+    for (int n = 0; n < C::OT / 2; ++n) {
         u32 b[4];  // 16 keys x 16 columns, transposed on the way
-        ldmatrix_x4_transposed(b, C::VTile::fragment(V_frag, k, n));
+        ldmatrix_x4_transposed(b, C::VTile::fragment(V_frag, k, C::GROUPS * n));
 #pragma unroll
         for (int mt = 0; mt < C::MT; ++mt) {
             mma_16x8x16<typename C::In>(O_rmem[mt][2 * n], a[mt], b[0], b[1]);

@@ -1,41 +1,58 @@
 // Online softmax of the rows that a lane holds a share of: an algebra of init, update, merge and finish.
 //
 // A state stands for weights 2^(x - reference) of logits x in log2 units: their sum, and elsewhere their weighted sum of values,
-// the accumulator. The reference is the running maximum, up to rounding; it cancels in the end, so rounding it harms nothing.
+// the accumulator. The reference follows the running maximum, within SLACK and up to rounding; it cancels in the end.
 #include "include/ptx.cuh"
 
 template <int ROWS> struct SoftmaxState {
-    float reference[ROWS];  // -inf until a key is visible
+    float reference[ROWS];  // LOWEST until a key is visible: -inf - -inf would be NaN
     float sum[ROWS];        // this lane's share
 
     __device__ __forceinline__ void init() {
 #pragma unroll
-        for (int r = 0; r < ROWS; ++r) reference[r] = -infinity(), sum[r] = 0.0f;
+        for (int r = 0; r < ROWS; ++r) reference[r] = LOWEST, sum[r] = 0.0f;
     }
 
-    // Raise the references to the maxima of a tile s of scores (logit x = scale * s, scale > 0), rescale sum and accumulator
-    // to them, and turn the scores into weights. Row r: tile r / 2, elements 2 (r % 2) and 2 (r % 2) + 1.
-    template <int MT, int NT, int OT>
-    __device__ __forceinline__ void update(float (&s)[MT][NT][4], float (&acc)[MT][OT][4], float scale) {
+    // The largest score of each row of a tile. Row r: tile r / 2, elements 2 (r % 2) and 2 (r % 2) + 1. fmaxf passes over NaN;
+    // its weight will be NaN nevertheless.
+    template <int MT, int NT> static __device__ __forceinline__ void tops(float (&top)[ROWS], const float (&s)[MT][NT][4]) {
         static_assert(ROWS == 2 * MT, "");
-        float base[ROWS];  // the reference, but finite in rows that have seen nothing: -inf - -inf would be NaN
-        bool large = false;
 #pragma unroll
         for (int r = 0; r < ROWS; ++r) {
-            float top = -infinity();  // fmaxf passes over NaN; its weight will be NaN nevertheless
+            top[r] = -infinity();
 #pragma unroll
-            for (int nt = 0; nt < NT; ++nt) top = fmaxf(top, fmaxf(s[r / 2][nt][r % 2 * 2], s[r / 2][nt][r % 2 * 2 + 1]));
-            top = fmaxf(top, shuffle_xor<1>(top));
-            top = fmaxf(top, shuffle_xor<2>(top));
-            const float raised = fmaxf(reference[r], __fmul_rn(top, scale));
-            base[r] = raised == -infinity() ? 0.0f : raised;
-            const float factor = exp2_fast(reference[r] - base[r]);
-            reference[r] = raised;
-            sum[r] *= factor;
-#pragma unroll
-            for (int ot = 0; ot < OT; ++ot) acc[r / 2][ot][r % 2 * 2] *= factor, acc[r / 2][ot][r % 2 * 2 + 1] *= factor;
-            large = large || fabsf(base[r]) >= LARGE;
+            for (int nt = 0; nt < NT; ++nt) top[r] = fmaxf(top[r], fmaxf(s[r / 2][nt][r % 2 * 2], s[r / 2][nt][r % 2 * 2 + 1]));
+            top[r] = fmaxf(top[r], shuffle_xor<1>(top[r]));
+            top[r] = fmaxf(top[r], shuffle_xor<2>(top[r]));
         }
+    }
+
+    // Bring the references up to the tops of a tile s of scores (logit x = scale * s, scale > 0), with sum and accumulator, and
+    // turn the scores into weights. A row whose top is above its reference by no more than SLACK keeps it: its weights are
+    // as exact with 2^SLACK as with 1 for the largest, and after the first tiles the accumulators are left alone.
+    template <int MT, int NT, int OT>
+    __device__ __forceinline__ void update(float (&s)[MT][NT][4], float (&acc)[MT][OT][4], const float (&top)[ROWS], float scale) {
+        float raised[ROWS];
+        bool raise = false, large = false;
+#pragma unroll
+        for (int r = 0; r < ROWS; ++r) {
+            const float x = __fmul_rn(top[r], scale);
+            const bool stay = x <= reference[r] + SLACK;
+            raised[r] = stay ? reference[r] : x;
+            raise = raise || !stay;
+        }
+        if (__any_sync(0xffffffffu, raise)) {
+#pragma unroll
+            for (int r = 0; r < ROWS; ++r) {
+                const float factor = exp2_fast(reference[r] - raised[r]);
+                reference[r] = raised[r];
+                sum[r] *= factor;
+#pragma unroll
+                for (int ot = 0; ot < OT; ++ot) acc[r / 2][ot][r % 2 * 2] *= factor, acc[r / 2][ot][r % 2 * 2 + 1] *= factor;
+            }
+        }
+#pragma unroll
+        for (int r = 0; r < ROWS; ++r) large = large || fabsf(reference[r]) >= LARGE;
         // One fused multiply-add an element leaves the rounding error of the reference in the exponent: harmless below
         // LARGE, an overflow far above. There the product is rounded like the reference was.
         if (__any_sync(0xffffffffu, large)) {
@@ -54,16 +71,16 @@ template <int ROWS> struct SoftmaxState {
 #pragma unroll
                 for (int c = 0; c < 4; ++c) {
                     const int r = 2 * mt + c / 2;
-                    s[mt][nt][c] = exp2_fast(__fmaf_rn(s[mt][nt][c], scale, -base[r]));
+                    s[mt][nt][c] = exp2_fast(__fmaf_rn(s[mt][nt][c], scale, -reference[r]));
                     sum[r] += s[mt][nt][c];
                 }
     }
 
     // The state of the union of two sets of keys; the factors bring the two accumulators to the common reference.
     __device__ __forceinline__ void merge(int r, float other_reference, float other_sum, float& factor, float& other_factor) {
-        const float raised = fmaxf(reference[r], other_reference), finite = raised == -infinity() ? 0.0f : raised;
-        factor = exp2_fast(reference[r] - finite);
-        other_factor = exp2_fast(other_reference - finite);
+        const float raised = fmaxf(reference[r], other_reference);
+        factor = exp2_fast(reference[r] - raised);
+        other_factor = exp2_fast(other_reference - raised);
         reference[r] = raised;
         sum[r] = sum[r] * factor + other_sum * other_factor;
     }
@@ -78,5 +95,7 @@ template <int ROWS> struct SoftmaxState {
     __device__ __forceinline__ float finish(int r) const { return fmaf(reference[r], LN2, logf(sum[r])); }
 
   private:
+    static constexpr float LOWEST = -3.402823466e38f;  // of all finite numbers
+    static constexpr float SLACK = 8.0f;  // log2 units
     static constexpr float LARGE = 1048576.0f;  // the error of a reference below is at most 2^-5
 };

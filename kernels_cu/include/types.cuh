@@ -37,15 +37,8 @@ template <> __device__ __forceinline__ u32 pack2<Bf16>(float low, float high) {
 }
 #endif
 
-// acc stays zero while all numbers are finite, and becomes NaN for good with the first that is not: 0 * infinity is NaN.
-template <class T> __device__ __forceinline__ u32 watch2(u32 acc, u32 x);
 // The two numbers of a register, those that are finite replaced by 0.
 template <class T> __device__ __forceinline__ float2 not_finite2(u32 x);
-
-template <> __device__ __forceinline__ u32 watch2<Fp16>(u32 acc, u32 x) {
-    asm("fma.rn.f16x2 %0, %1, %2, %0;" : "+r"(acc) : "r"(x), "r"(0u));
-    return acc;
-}
 
 template <> __device__ __forceinline__ float2 not_finite2<Fp16>(u32 x) {
     float2 f;
@@ -54,11 +47,6 @@ template <> __device__ __forceinline__ float2 not_finite2<Fp16>(u32 x) {
 }
 
 #if CUFLASH_ARCH >= 800
-template <> __device__ __forceinline__ u32 watch2<Bf16>(u32 acc, u32 x) {
-    asm("fma.rn.bf16x2 %0, %1, %2, %0;" : "+r"(acc) : "r"(x), "r"(0u));
-    return acc;
-}
-
 template <> __device__ __forceinline__ float2 not_finite2<Bf16>(u32 x) {
     const float2 f = {__int_as_float(x << 16), __int_as_float(x & 0xffff0000u)};
     return {fabsf(f.x) < infinity() ? 0.0f : f.x, fabsf(f.y) < infinity() ? 0.0f : f.y};

@@ -1,4 +1,5 @@
 // How a block gets from its first tile of keys to its last: what it knows, and what its warps do with a tile.
+#include "include/epilogue.cuh"
 #include "include/mask.cuh"
 #include "include/products.cuh"
 #include "include/score.cuh"
@@ -13,11 +14,12 @@ template <class C> struct Block {
     u32 smem;
     int position;  // of the first row
     int first, last;
+    bool careful;  // with V: see arrive()
 
-    __device__ __forceinline__ Block(const PrefillParams& p, const WorkItem& work, const Sequence& seq, u32 smem)
+    __device__ __forceinline__ Block(const PrefillParams& p, const WorkItem& work, const Sequence& seq, u32 smem, bool careful)
         : k_loader(p.k, p.k_stride, work.batch, seq.k_begin, work.head / p.group, p.head_dim),
           v_loader(p.v, p.v_stride, work.batch, seq.k_begin, work.head / p.group, p.head_dim_v),
-          visible(p, seq), score(p, work.batch, work.head), smem(smem), position(work.m_tile * C::M + seq.position) {
+          visible(p, seq), score(p, work.batch, work.head), smem(smem), position(work.m_tile * C::M + seq.position), careful(careful) {
         const int rows = min(C::M, seq.q_length - work.m_tile * C::M);  // that exist
         visible.narrow(visible.of_any(position, position + rows - 1));
         first = visible.begin / C::N;
@@ -47,44 +49,63 @@ template <class C> struct Block {
         return !visible.all(position, position + C::M - 1, tile * C::N, tile * C::N + C::N);
     }
 
-    // Wait for all copies. If V of the tile is among them and has numbers that are not finite, and the tile is cut, put 0 in their
-    // place: 0 * v would be NaN in rows that do not see v. Returns, to all threads alike, whether it was so.
-    __device__ __forceinline__ bool arrive(int thread, int tile, bool with_v) const {
+    // Wait for all copies; V of the tile may be among them. A careful block then puts 0 in the place of its numbers that are not
+    // finite, if some row does not see them: 0 * v would be NaN there.
+    __device__ __forceinline__ void arrive(int thread, int tile, bool with_v) const {
         copies_wait<0>();
-        if constexpr (C::MASK != MASK_LENGTH) {
-            if (with_v && cut(tile)) {
-                const bool rare = __syncthreads_or(v_loader.template not_finite<typename C::In>(thread, V_smem(tile)));
-                if (rare) {
-                    v_loader.template clear_not_finite<typename C::In>(thread, V_smem(tile));
-                    __syncthreads();
-                }
-                return rare;
-            }
-        }
+        if (careful && with_v && cut(tile)) v_loader.template clear_not_finite<typename C::In>(thread, V_smem(tile));  // its own copies
         __syncthreads();
-        return false;
     }
 
     // Wait for K (with 2 stages, also for V) of a tile, and load what takes the place of the tile before.
-    __device__ __forceinline__ bool begin(int thread, int tile) const {
-        const bool rare = arrive(thread, tile, C::STAGES == 2);
+    __device__ __forceinline__ void begin(int thread, int tile) const {
+        arrive(thread, tile, C::STAGES == 2);
         if (C::STAGES == 1) load_v(thread, tile);
         else load_k(thread, tile - 1), load_v(thread, tile - 1);
-        return rare;
     }
 
     // Nobody needs K of the tile any more: with 1 stage, wait for V and load the next K.
-    __device__ __forceinline__ bool middle(int thread, int tile) const {
-        if (C::STAGES == 2) return false;
-        const bool rare = arrive(thread, tile, true);
-        load_k(thread, tile - 1);
-        return rare;
+    __device__ __forceinline__ void middle(int thread, int tile) const {
+        if (C::STAGES == 2) {
+            exchange();
+        } else {
+            arrive(thread, tile, true);
+            load_k(thread, tile - 1);
+        }
+    }
+
+    // What the warps of a row have written for each other is there.
+    static __device__ __forceinline__ void exchange() {
+        if (C::GROUPS > 1) __syncthreads();
     }
 
     // A tile that this warp has no use for, but others have.
-    __device__ __forceinline__ bool pass(int thread, int tile) const {
-        const bool rare = begin(thread, tile);
-        return middle(thread, tile) || rare;
+    __device__ __forceinline__ void pass(int thread, int tile) const {
+        begin(thread, tile);
+        middle(thread, tile);
+        exchange();
+    }
+
+    // out += v for the numbers of V that a careful block took out, in the rows that see them; out is in shared memory, in 16 bits.
+    __device__ __forceinline__ void add_not_finite(int thread, int rows) const {
+#pragma unroll 1
+        for (int column = 2 * thread; column < C::DV; column += 2 * C::THREADS)
+#pragma unroll 1
+            for (int key = visible.begin; key < visible.end; ++key) {
+                if (!cut(key / C::N)) continue;
+                const float2 v = not_finite2<typename C::In>(v_loader.number(key, column) | v_loader.number(key, column + 1) << 16);
+                const u32 taken = (v.x != 0.0f ? 0xffffu : 0u) | (v.y != 0.0f ? 0xffff0000u : 0u);
+                if (taken == 0) continue;
+#pragma unroll 1
+                for (int row = 0; row < rows; ++row) {
+                    if (!visible.all(position + row, position + row, key, key + 1)) continue;
+                    const u32 at = smem + column / C::OTile::BLOCK * C::OTile::BLOCK_BYTES +
+                                   C::OTile::offset(row, column % C::OTile::BLOCK / 8) + column % 8 * 2;
+                    const u32 before = load_smem_4(at);
+                    const float2 out = not_finite2<typename C::Out>(before);  // what is finite does not count beside v
+                    store_smem(at, (before & ~taken) | (pack2<typename C::Out>(out.x + v.x, out.y + v.y) & taken));
+                }
+            }
     }
 };
 
@@ -96,7 +117,9 @@ template <class C> struct WarpAttention {
     float S_rmem[C::MT][C::NT][4];
     SoftmaxState<2 * C::MT> state;
 
-    __device__ __forceinline__ WarpAttention(const PrefillParams& p) : p(p) {
+    __device__ __forceinline__ WarpAttention(const PrefillParams& p) : p(p) { init(); }
+
+    __device__ __forceinline__ void init() {
         state.init();
 #pragma unroll
         for (int mt = 0; mt < C::MT; ++mt)
@@ -106,8 +129,15 @@ template <class C> struct WarpAttention {
                 for (int c = 0; c < 4; ++c) O_rmem[mt][ot][c] = 0.0f;
     }
 
-    static __device__ __forceinline__ u32 Q_frag(u32 smem, int thread) {
-        return fragment_a<typename C::QTile>(smem, thread / 32 * C::WARP_ROWS, thread);
+    // A warp's rows, of the block's, and which keys and value columns of theirs it has.
+    static __device__ __forceinline__ int row(int thread) { return thread / 32 / C::GROUPS * C::WARP_ROWS; }
+    static __device__ __forceinline__ int group(int thread) { return C::GROUPS > 1 ? thread / 32 % C::GROUPS : 0; }
+
+    static __device__ __forceinline__ u32 Q_frag(u32 smem, int thread) { return fragment_a<typename C::QTile>(smem, row(thread), thread); }
+
+    // Where a lane's first row is in the array of tops of a group.
+    static __device__ __forceinline__ u32 tops(u32 smem, int group, int thread) {
+        return smem + C::TOP_SMEM + 4 * (group * C::M + row(thread) + thread % 32 / 4);
     }
 
     __device__ __forceinline__ void keep_q(u32 smem, int thread) {
@@ -121,49 +151,74 @@ template <class C> struct WarpAttention {
 
     // S = Q K^T
     __device__ __forceinline__ void scores(const Block<C>& block, int thread, int tile) {
-        multiply_qk<C>(S_rmem, Q_rmem, Q_frag(block.smem, thread), fragment_b<typename C::KTile>(block.K_smem(tile), thread));
+        const u32 K_frag = fragment_b<typename C::KTile>(block.K_smem(tile), thread) + group(thread) * C::KEYS * C::KTile::ROW_BYTES;
+        multiply_qk<C>(S_rmem, Q_rmem, Q_frag(block.smem, thread), K_frag);
+        if constexpr (C::GROUPS > 1) {
+            mask(block, thread, tile);
+            float top[2 * C::MT];
+            state.tops(top, S_rmem);
+            if (thread % 4 == 0)
+#pragma unroll
+                for (int r = 0; r < 2 * C::MT; ++r) store_smem(tops(block.smem, group(thread), thread) + 32 * r, __float_as_uint(top[r]));
+        }
+    }
+
+    // Scores -> logits, -inf where they are invisible
+    __device__ __forceinline__ void mask(const Block<C>& block, int thread, int tile) {
+        const int key = tile * C::N + group(thread) * C::KEYS, lane_key = key + thread % 4 * 2;
+        const int position = block.position + row(thread), lane_position = position + thread % 32 / 4;
+        apply_score<C::SCORE>(S_rmem, block.score, lane_position, lane_key);
+        if (!block.visible.all(position, position + C::WARP_ROWS - 1, key, key + C::KEYS))
+            apply_mask<C::MASK>(S_rmem, block.visible, lane_position, lane_key);
     }
 
     // S -> P, with the rows' references raised and O brought to them
     __device__ __forceinline__ void softmax(const Block<C>& block, int thread, int tile) {
-        const int key = tile * C::N, lane_key = key + thread % 4 * 2;
-        const int position = block.position + thread / 32 * C::WARP_ROWS, lane_position = position + thread % 32 / 4;
-        apply_score<C::SCORE>(S_rmem, block.score, lane_position, lane_key);
-        if (!block.visible.all(position, position + C::WARP_ROWS - 1, key, key + C::N))
-            apply_mask<C::MASK>(S_rmem, block.visible, lane_position, lane_key);
-        state.update(S_rmem, O_rmem, p.logit_scale);
+        float top[2 * C::MT];
+        if constexpr (C::GROUPS == 1) {
+            mask(block, thread, tile);
+            state.tops(top, S_rmem);
+        } else {
+#pragma unroll
+            for (int r = 0; r < 2 * C::MT; ++r) {
+                top[r] = -infinity();
+#pragma unroll
+                for (int g = 0; g < C::GROUPS; ++g) top[r] = fmaxf(top[r], __uint_as_float(load_smem_4(tops(block.smem, g, thread) + 32 * r)));
+            }
+        }
+        state.update(S_rmem, O_rmem, top, p.logit_scale);
+        if constexpr (C::GROUPS > 1)
+            store_fragments<typename C::In, typename C::PTile, 2>(
+                S_rmem, block.smem + C::P_SMEM, row(thread), group(thread) * C::NT, thread % 32);
     }
 
     // O += P V
     __device__ __forceinline__ void values(const Block<C>& block, int thread, int tile) {
-        const u32 V_frag = fragment_a<typename C::VTile>(block.V_smem(tile), 0, thread);
+        // The 16-column block of a group is the one that its number turns the first one into.
+        const u32 V_frag = fragment_a<typename C::VTile>(block.V_smem(tile), 0, thread) ^ (group(thread) << 5);
+        const u32 P_frag = fragment_a<typename C::PTile>(block.smem + C::P_SMEM, row(thread), thread);
 #pragma unroll
         for (int k = 0; k < C::N / 16; ++k) {
             u32 P_rmem[C::MT][4];
-            round_weights<C>(P_rmem, S_rmem, k);
+            if constexpr (C::GROUPS == 1) {
+                round_weights<C>(P_rmem, S_rmem, k);
+            } else {
+#pragma unroll
+                for (int mt = 0; mt < C::MT; ++mt) ldmatrix_x4(P_rmem[mt], C::PTile::fragment(P_frag, mt, k));
+            }
             multiply_pv<C>(O_rmem, P_rmem, V_frag, k);
         }
     }
 
-    // O += v for the numbers of V that `arrive` took out, in the rows that see them. It is rare: speed does not matter.
-    __device__ __forceinline__ void add_not_finite(const Block<C>& block, int thread) {
-        const int position = block.position + thread / 32 * C::WARP_ROWS + thread % 32 / 4;
-        const auto& v = block.v_loader;
-#pragma unroll 1
-        for (int key = block.visible.begin; key < block.visible.end; ++key) {
-            if (!block.cut(key / C::N)) continue;
+    // Whether this thread's part of O is not finite somewhere: from values, or from 0 * values that nobody sees.
+    __device__ __forceinline__ bool not_finite() const {
+        float watched = 0.0f;  // NaN for good with the first infinity or NaN
+#pragma unroll
+        for (int mt = 0; mt < C::MT; ++mt)
 #pragma unroll
             for (int ot = 0; ot < C::OT; ++ot)
 #pragma unroll
-                for (int c = 0; c < 2; ++c) {
-                    const int column = 8 * ot + thread_index() % 4 * 2 + c;  // read anew, or all columns' offsets are kept
-                    const volatile u16* number = v.first_gmem + key * v.row_stride + column * v.column_stride;
-                    const float x = not_finite2<typename C::In>(column < v.columns ? u32(*number) : 0u).x;
-                    if (!__any_sync(0xffffffffu, x != 0.0f)) continue;  // a branch, so that the loads do not pile up in registers
-#pragma unroll
-                    for (int r = 0; r < 2 * C::MT; ++r)
-                        if (block.visible.all(position + 8 * r, position + 8 * r, key, key + 1)) O_rmem[r / 2][ot][r % 2 * 2 + c] += x;
-                }
-        }
+                for (int c = 0; c < 4; ++c) watched = fmaf(O_rmem[mt][ot][c], 0.0f, watched);
+        return watched != 0.0f;
     }
 };

@@ -52,6 +52,12 @@ inline float __int_as_float(int x) {
     __builtin_memcpy(&y, &x, sizeof y);
     return y;
 }
+inline float __uint_as_float(unsigned x) { return __int_as_float(int(x)); }
+inline unsigned __float_as_uint(float x) {
+    unsigned y;
+    __builtin_memcpy(&y, &x, sizeof y);
+    return y;
+}
 
 decltype(sizeof 0) __cvta_generic_to_shared(const void*);
 void __syncthreads();
