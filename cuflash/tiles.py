@@ -76,8 +76,8 @@ PREFILL_FA2: dict[str, dict[int, Choice]] = {
         96: _both(Tile(128, 64, 4, 2, 2)),  # 72 KiB, 2
         128: Choice((Tile(128, 64, 4, 1, 2),), (Tile(128, 64, 4, 2, 2),), (Tile(128, 32, 4, 2, 2),)),  # 64, 96, 64 KiB, 2
         160: Choice((Tile(128, 32, 4, 2, 2),), (Tile(128, 32, 4, 1, 2),), (Tile(128, 64, 8, 2, 1),)),  # 80, 60 KiB, 2; 120 KiB, 1
-        192: Choice((Tile(64, 64, 4, 1, 2, 2),), (Tile(64, 64, 4, 1, 2),), (Tile(128, 64, 8, 2, 1),)),  # 81, 72 KiB, 2; 144 KiB, 1
-        256: Choice((Tile(64, 64, 4, 1, 2, 2),), (Tile(64, 64, 4, 1, 2),), (Tile(64, 64, 4, 1, 2),)),  # 105, 96, 96 KiB, 2
+        192: _both(Tile(64, 96, 4, 1, 2, 2), lean=(Tile(128, 64, 8, 2, 1),)),  # 109 KiB, 2; lean 144 KiB, 1
+        256: _both(Tile(64, 64, 4, 1, 2, 2), lean=(Tile(64, 64, 4, 1, 2),)),  # 105 KiB, 2; lean 96 KiB, 2
     },
     # 163 KiB a block, 164 a multiprocessor
     "sm_80": {

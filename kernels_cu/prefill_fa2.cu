@@ -71,55 +71,49 @@ template <class C> __device__ __forceinline__ void walk(const Block<C>& block, W
 }
 
 // Divide by the sums; write out and log-sum-exp. Where the rows are is worked out again: registers are scarce in the main loop.
-template <class C>
-__device__ __forceinline__ void finish(
-    const PrefillParams& p, SoftmaxState<2 * C::MT>& state, float (&O_rmem)[C::MT][C::OT][4], u32 smem, bool careful
-) {
+// No warp needs shared memory for anything else any more.
+template <class C> __device__ __forceinline__ void finish(const PrefillParams& p, WarpAttention<C>& warp, u32 smem, bool careful) {
+    auto& state = warp.state;
     const WorkItem work = work_item(p, block_index());
     const Sequence seq = sequence(p, work.batch);
     const int first_row = work.m_tile * C::M, rows = min(C::M, seq.q_length - first_row);
-    const int thread = thread_index(), lane = thread % 32, warp_row = WarpAttention<C>::row(thread), group = WarpAttention<C>::group(thread);
-#pragma unroll
-    for (int r = 0; r < 2 * C::MT; ++r) state.reduce(r);
-    if constexpr (C::GROUPS > 1) {  // the sums of all groups, through the place of the tops
-#pragma unroll
-        for (int r = 0; r < 2 * C::MT; ++r)
-            if (lane % 4 == 0) store_smem(WarpAttention<C>::tops(smem, group, thread) + 32 * r, __float_as_uint(state.sum[r]));
-        __syncthreads();
-#pragma unroll
-        for (int r = 0; r < 2 * C::MT; ++r) {
-            state.sum[r] = 0.0f;
-#pragma unroll
-            for (int g = 0; g < C::GROUPS; ++g) state.sum[r] += __uint_as_float(load_smem_4(WarpAttention<C>::tops(smem, g, thread) + 32 * r));
-        }
-    }
+    const int thread = thread_index(), lane = thread % 32, warp_row = warp.row(thread), group = warp.group(thread);
+    float inverse[2 * C::MT];
+    bool empty[2 * C::MT], any_empty = false;
 #pragma unroll
     for (int r = 0; r < 2 * C::MT; ++r) {
         float factor = 1.0f, sink_factor;
-        const bool empty = state.sum[r] == 0.0f;  // NaN is not empty
+        empty[r] = state.sum[r] == 0.0f;  // NaN is not empty
+        any_empty = any_empty || empty[r];
         if (p.sinks) state.merge(r, p.sinks[work.head], 1.0f, factor, sink_factor);
-        const float inverse = factor / state.sum[r];
+        inverse[r] = factor / state.sum[r];
+    }
+    const bool some_empty = __any_sync(0xffffffffu, any_empty);
+#pragma unroll
+    for (int r = 0; r < 2 * C::MT; ++r)
 #pragma unroll
         for (int ot = 0; ot < C::OT; ++ot)
 #pragma unroll
             for (int c = 0; c < 2; ++c) {
-                float& x = O_rmem[r / 2][ot][r % 2 * 2 + c];
-                x = empty ? 0.0f : x * inverse;
+                float& x = warp.O_rmem[r / 2][ot][r % 2 * 2 + c];
+                x *= inverse[r];
+                if (some_empty && empty[r]) x = 0.0f;
             }
-        const int row = warp_row + 8 * r + lane / 4;
-        if (p.lse && lane % 4 == 0 && group == 0 && row < rows)
-            p.lse[work.batch * p.lse_stride.batch + work.head * p.lse_stride.head + (seq.q_begin + first_row + row) * p.lse_stride.row] =
-                state.finish(r);
+    store_fragments<typename C::Out, typename C::OTile, 2 * C::GROUPS, true>(warp.O_rmem, smem, warp_row, 2 * group, lane);
+    if (p.lse && lane % 4 == 0 && group == 0) {
+        const i64 offset = work.batch * p.lse_stride.batch + work.head * p.lse_stride.head;
+#pragma unroll
+        for (int r = 0; r < 2 * C::MT; ++r) {
+            const int row = warp_row + 8 * r + lane / 4;
+            if (row < rows) p.lse[offset + (seq.q_begin + first_row + row) * p.lse_stride.row] = state.finish(r);
+        }
     }
-
-    const i64 out_offset = work.batch * p.out_stride.batch + (seq.q_begin + first_row) * p.out_stride.row + work.head * p.out_stride.head;
-    __syncthreads();  // the staging lies over Q, K and V
-    store_fragments<typename C::Out, typename C::OTile, 2 * C::GROUPS>(O_rmem, smem, warp_row, 2 * group, lane);
     __syncthreads();
     if (C::MASK != MASK_LENGTH && careful) {
         Block<C>(p, work, seq, smem, true).add_not_finite(thread, rows);
         __syncthreads();
     }
+    const i64 out_offset = work.batch * p.out_stride.batch + (seq.q_begin + first_row) * p.out_stride.row + work.head * p.out_stride.head;
     store_rows<typename C::OTile, C::THREADS>(
         smem, static_cast<u16*>(p.out) + out_offset, p.out_stride, rows, p.head_dim_v, p.out_vector);
 }
@@ -144,11 +138,15 @@ template <class C> __device__ __forceinline__ void prefill_fa2(const PrefillPara
             warp.keep_q(block.smem, thread_index());
         }
         walk(block, warp);
-        if constexpr (C::MASK == MASK_LENGTH) break;
+        warp.share_sums(block.smem, thread_index());
         // Where rows see different keys, 0 * v of an infinite or NaN v may have reached rows that do not see it: once more, with care.
-        if (careful || !__syncthreads_or(warp.not_finite())) break;
+        const bool again = __syncthreads_or(C::MASK != MASK_LENGTH && !careful && warp.not_finite());
+        if (C::MASK == MASK_LENGTH || !again) {
+            warp.gather_sums(block.smem, thread_index());
+            break;
+        }
         careful = true;
         warp.init();
     }
-    finish<C>(p, warp.state, warp.O_rmem, smem_address(smem), careful);
+    finish(p, warp, smem_address(smem), careful);
 }

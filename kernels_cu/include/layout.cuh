@@ -50,6 +50,18 @@ template <class Tile, int THREADS, int LOAD> struct TileLoader {
         else copy<false>(thread, tile_smem, tile_row, begin, end);
     }
 
+    // Bring the rows into the L2 cache.
+    __device__ __forceinline__ void prefetch(int thread, int tile_row, int begin, int end) const {
+        if constexpr (LOAD > 2) {
+#pragma unroll
+            for (int first = 0; first < Tile::ROWS * Tile::BLOCKS; first += THREADS) {
+                const int row = tile_row + (first + thread) / Tile::BLOCKS, column = (first + thread) % Tile::BLOCKS * Tile::BLOCK;
+                if (row >= begin && row < min(end, tile_row + Tile::ROWS) && column < columns)
+                    prefetch_l2(first_gmem + row * row_stride + column);
+            }
+        }
+    }
+
     // Replace those of the numbers that this thread has copied by 0 which are infinite or NaN.
     template <class T> static __device__ __forceinline__ void clear_not_finite(int thread, u32 tile_smem) {
 #pragma unroll 1

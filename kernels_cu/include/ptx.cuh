@@ -54,6 +54,8 @@ __device__ __forceinline__ void copy_16(u32 dst_smem, const void* src_gmem) {
 #endif
 }
 
+__device__ __forceinline__ void prefetch_l2(const void* p_gmem) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p_gmem)); }
+
 __device__ __forceinline__ void copies_commit() {
 #if CUFLASH_ARCH >= 800
     asm volatile("cp.async.commit_group;" ::: "memory");

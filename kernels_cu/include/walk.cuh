@@ -42,6 +42,7 @@ template <class C> struct Block {
     __device__ __forceinline__ void start(int thread) const {
         load_k(thread, last);
         if (C::STAGES == 2) load_v(thread, last);
+        else v_loader.prefetch(thread, last * C::N, visible.begin, visible.end);
     }
 
     // Whether some row of the block does not see some key of the tile.
@@ -188,7 +189,7 @@ template <class C> struct WarpAttention {
         }
         state.update(S_rmem, O_rmem, top, p.logit_scale);
         if constexpr (C::GROUPS > 1)
-            store_fragments<typename C::In, typename C::PTile, 2>(
+            store_fragments<typename C::In, typename C::PTile, 2, (C::NT & (C::NT - 1)) == 0>(
                 S_rmem, block.smem + C::P_SMEM, row(thread), group(thread) * C::NT, thread % 32);
     }
 
@@ -212,13 +213,35 @@ template <class C> struct WarpAttention {
 
     // Whether this thread's part of O is not finite somewhere: from values, or from 0 * values that nobody sees.
     __device__ __forceinline__ bool not_finite() const {
-        float watched = 0.0f;  // NaN for good with the first infinity or NaN
+        float watched[4] = {};  // sums of products of two: not finite any more after one that is not (or some that are above 1e19)
 #pragma unroll
         for (int mt = 0; mt < C::MT; ++mt)
 #pragma unroll
             for (int ot = 0; ot < C::OT; ++ot)
 #pragma unroll
-                for (int c = 0; c < 4; ++c) watched = fmaf(O_rmem[mt][ot][c], 0.0f, watched);
-        return watched != 0.0f;
+                for (int c = 0; c < 2; ++c)
+                    watched[ot % 2 * 2 + c] = fmaf(O_rmem[mt][ot][2 * c], O_rmem[mt][ot][2 * c + 1], watched[ot % 2 * 2 + c]);
+        return !(fabsf(watched[0]) + fabsf(watched[1]) + fabsf(watched[2]) + fabsf(watched[3]) < infinity());
+    }
+
+    // Add up the sums of a row's lanes, and show them to its other warps, in the place of the tops.
+    __device__ __forceinline__ void share_sums(u32 smem, int thread) {
+#pragma unroll
+        for (int r = 0; r < 2 * C::MT; ++r) {
+            state.reduce(r);
+            if (C::GROUPS > 1 && thread % 4 == 0) store_smem(tops(smem, group(thread), thread) + 32 * r, __float_as_uint(state.sum[r]));
+        }
+    }
+
+    // After a barrier.
+    __device__ __forceinline__ void gather_sums(u32 smem, int thread) {
+        if constexpr (C::GROUPS > 1) {
+#pragma unroll
+            for (int r = 0; r < 2 * C::MT; ++r) {
+                state.sum[r] = 0.0f;
+#pragma unroll
+                for (int g = 0; g < C::GROUPS; ++g) state.sum[r] += __uint_as_float(load_smem_4(tops(smem, g, thread) + 32 * r));
+            }
+        }
     }
 };

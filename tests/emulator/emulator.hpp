@@ -93,6 +93,7 @@ void cp_async_cg_shared_global_L2_128B(b32 to, const void* from, int bytes);
 void cp_async_commit_group();
 void cp_async_wait_group(int left);
 void ld_global_nc_b32(b32& x, const void* from);
+void prefetch_global_L2(const void* from);
 void ld_global_nc_v2_b32(b32& x, b32& y, const void* from);
 void ld_global_nc_v4_b32(b32& x, b32& y, b32& z, b32& w, const void* from);
 void ld_shared_b32(b32& x, b32 from);

@@ -93,6 +93,7 @@ template <class... S> static void write_words(unsigned char* to, S... s) {
     ((*word++ = s), ...);
 }
 
+void prefetch_global_L2(const void* from) { read_global(from, 4, "prefetch"); }
 void ld_global_nc_b32(b32& x, const void* from) { read_words(read_global(from, 4, "ld.global"), x); }
 void ld_global_nc_v2_b32(b32& x, b32& y, const void* from) { read_words(read_global(from, 8, "ld.global"), x, y); }
 void ld_global_nc_v4_b32(b32& x, b32& y, b32& z, b32& w, const void* from) {
