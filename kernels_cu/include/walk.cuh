@@ -153,15 +153,33 @@ template <class C> struct WarpAttention {
     // S = Q K^T
     __device__ __forceinline__ void scores(const Block<C>& block, int thread, int tile) {
         const u32 K_frag = fragment_b<typename C::KTile>(block.K_smem(tile), thread) + group(thread) * C::KEYS * C::KTile::ROW_BYTES;
-        multiply_qk<C>(S_rmem, Q_rmem, Q_frag(block.smem, thread), K_frag);
-        if constexpr (C::GROUPS > 1) {
-            mask(block, thread, tile);
+        if constexpr (C::GROUPS == 1) {
+            multiply_qk<C>(S_rmem, Q_rmem, Q_frag(block.smem, thread), K_frag);
+        } else {
+            if (sees(block, thread, tile)) {
+                multiply_qk<C>(S_rmem, Q_rmem, Q_frag(block.smem, thread), K_frag);
+                mask(block, thread, tile);
+            } else {
+#pragma unroll
+                for (int mt = 0; mt < C::MT; ++mt)
+#pragma unroll
+                    for (int nt = 0; nt < C::NT; ++nt)
+#pragma unroll
+                        for (int c = 0; c < 4; ++c) S_rmem[mt][nt][c] = -infinity();
+            }
             float top[2 * C::MT];
             state.tops(top, S_rmem);
             if (thread % 4 == 0)
 #pragma unroll
                 for (int r = 0; r < 2 * C::MT; ++r) store_smem(tops(block.smem, group(thread), thread) + 32 * r, __float_as_uint(top[r]));
         }
+    }
+
+    // Whether a row of the warp sees a key of its part of the tile. Of a row's warps at least one does.
+    __device__ __forceinline__ bool sees(const Block<C>& block, int thread, int tile) const {
+        const int key = tile * C::N + group(thread) * C::KEYS, position = block.position + row(thread);
+        const KeyRange any = block.visible.of_any(position, position + C::WARP_ROWS - 1);
+        return C::MASK == MASK_LENGTH || (any.begin < key + C::KEYS && any.end > key);
     }
 
     // Scores -> logits, -inf where they are invisible
