@@ -1,6 +1,7 @@
 // Softmax of materialised scores, row by row and in place: the middle of the naive kernel, between two matrix products.
-// 16-bit weights go into the first half of the memory of their row.
-#include "include/types.cuh"
+// 16-bit weights go into the first half of the memory of their row. naive_repair.cu tells by the sign what a row does not see: such a
+// key weighs -0, and +0 is a weight too small for its type; a row that sees nothing has weights of -infinity.
+#include "include/element.cuh"
 
 struct NaiveSoftmaxParams {
     void* scores;       // (heads, rows, ld), float or double, scaled; then the weights
@@ -60,23 +61,6 @@ template <> struct Weights<Bf16> : PackedWeights<Bf16> {
 };
 #endif
 
-// One element of the bias, of type B.
-template <class B> struct Element {
-    static __device__ __forceinline__ B load(const void* p, i64 at) { return static_cast<const B*>(p)[at]; }
-};
-
-template <> struct Element<Fp16> {
-    static __device__ __forceinline__ float load(const void* p, i64 at) {
-        float x;
-        asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"(static_cast<const u16*>(p)[at]));
-        return x;
-    }
-};
-
-template <> struct Element<Bf16> {
-    static __device__ __forceinline__ float load(const void* p, i64 at) { return __uint_as_float(u32(static_cast<const u16*>(p)[at]) << 16); }
-};
-
 // ---- one row ------------------------------------------------------------------------------------------------------------
 
 // Logits of a row: -inf for what it does not see.
@@ -103,7 +87,11 @@ template <class Number, class B, bool OPTIONS> struct Logits {
                 if (visible && p.mask && key >= p.mask_first)
                     visible = p.mask[head * p.mask_head + row * p.mask_row + (key - p.mask_first) * p.mask_column] != 0;
                 if (visible && p.softcap != 0.0) s.x[c] = Number(p.softcap) * tangent(s.x[c] / Number(p.softcap));
-                if (visible && p.bias) s.x[c] += Element<B>::load(p.bias, head * p.bias_head + row * p.bias_row + key * p.bias_column);
+                if (visible && p.bias) {
+                    const Number bias = Element<B>::load(p.bias, head * p.bias_head + row * p.bias_row + key * p.bias_column);
+                    s.x[c] += bias;
+                    visible = bias != -Number(infinity());  // it hides a score of NaN as well
+                }
             }
             if (!visible) s.x[c] = -Number(infinity());
         }
@@ -160,7 +148,8 @@ template <class Number, class W, class B, bool OPTIONS> __device__ __forceinline
     const RowSum<Number> all = of_block(mine);
 
     const Number reference = all.reference();
-    const Number factor = all.sum == Number(0) ? Number(0) : Number(Weights<W>::FACTOR) / all.sum;  // a row that sees nothing
+    const Number factor = Number(Weights<W>::FACTOR) / all.sum;
+    const Number unseen = all.sum == Number(0) ? -Number(infinity()) : -Number(0);
     for (int first = 0; first < p.keys; first += 4 * THREADS) {
         const int j = first + 4 * threadIdx.x;
         Four<Number> x;
@@ -168,7 +157,7 @@ template <class Number, class W, class B, bool OPTIONS> __device__ __forceinline
         if (sizeof(Number) == 4) __syncthreads();  // narrower weights land on scores that others have just read
         if (j < p.keys) {
 #pragma unroll
-            for (int c = 0; c < 4; ++c) x.x[c] = exponential(x.x[c] - reference) * factor;
+            for (int c = 0; c < 4; ++c) x.x[c] = x.x[c] == -Number(infinity()) ? unseen : exponential(x.x[c] - reference) * factor;
             Weights<W>::store(row_gmem, j, x);
         }
     }

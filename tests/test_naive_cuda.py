@@ -1,22 +1,30 @@
-"""The naive CUDA kernel without a GPU: its products and its softmax are done by NumPy at the very addresses that cuBLAS and the
-kernel would get, so that pointers, strides, steps and ranges are tested on every case of the suite."""
+"""The naive CUDA kernel without a GPU: its products are done by NumPy at the very addresses that cuBLAS would get, its two kernels
+likewise by NumPy, or by their own text in the emulator, so that pointers, strides, steps and ranges are tested on every case of the
+suite."""
 
 from __future__ import annotations
 
 import dataclasses
 import ctypes
+import math
 import re
 import types
+from collections.abc import Iterator
 
 import compare
 import ml_dtypes
 import numpy as np
 import pytest
+import test_hard_paged
+import test_hard_rows
+import test_hard_varlen
 from calls import check, expected, gaps_untouched, present
-from cases import CASES, F16, F32, Case
+from cases import BF16, CASES, DTYPES, F16, F32, F64, Case, Target
+from emulator import emulate
+from emulator.guarded import Guarded
 
 import cuflash
-from cuflash import backends, jit
+from cuflash import arrays, backends, jit
 from cuflash.backends import naive_cuda
 from cuflash.device import KNOWN, pretend
 from cuflash.problem import build_attention
@@ -82,13 +90,16 @@ class Host:
             if p["softcap"]:
                 x = real.type(p["softcap"]) * np.tanh(x / real.type(p["softcap"]))
             if p["bias"]:
-                x = x + self.of_keys(p, "bias", problem.bias, heads, rows, j).astype(real)
+                bias = self.of_keys(p, "bias", problem.bias, heads, rows, j)
+                x = x + bias.astype(real)
+                visible &= bias != -np.inf
             x = np.where(visible, x, real.type(-np.inf))
             top = x.max(-1, keepdims=True, initial=-np.inf)
             top = np.where(np.isneginf(top), real.type(0), top)
             weights = np.exp(x - top)
             total = weights.sum(-1, keepdims=True)
-            weights = weights * np.where(total == 0, 0, 1 / total)
+            unseen = np.where(total == 0, real.type(-np.inf), real.type(-0.0))
+            weights = np.where(np.isneginf(x), unseen, weights / total)
             lse = (top + np.log(total))[..., 0]
         dtype = problem.v.dtype
         if dtype == np.float16:
@@ -98,20 +109,93 @@ class Host:
         if p["lse"]:
             at(p["lse"], real, (heads, rows), (p["lse_head"], p["lse_row"]))[...] = lse
 
+    def repair(self, params):
+        p = {name: params[name][0].item() for name in params.dtype.names}
+        problem, real, dtype = self.problem, self.problem.compute_dtype, self.problem.v.dtype
+        rows, keys, columns, heads, ld = p["rows"], p["keys"], p["columns"], problem.heads_q, p["ld"]
+        assert p["rows_total"] == heads * rows and p["group"] == problem.group_size
+        out = at(p["out"], dtype, (heads, rows, columns), (p["out_head"], p["out_row"], 1))
+        weights = at(p["weights"], dtype, (heads, rows, keys), (rows * ld, ld, 1))
+        v = at(p["v"], dtype, (problem.heads_kv, keys, columns), (p["v_head"], p["v_key"], p["v_column"]))
+        with np.errstate(all="ignore"):
+            for h, r in np.argwhere(~np.isfinite(out).all(-1)):
+                spoiled, w = ~np.isfinite(out[h, r]), weights[h, r].astype(real)
+                if np.isneginf(w[0]):
+                    out[h, r] = 0
+                    continue
+                seen = (w != 0) | ~np.signbit(w)
+                values, w = v[h // p["group"]][seen][:, spoiled].astype(np.longdouble), w[seen, None]
+                terms = np.where(w == 0, np.where(np.isfinite(values), 0, values), w * values)
+                out[h, r, spoiled] = (terms.sum(0) * p["factor"]).astype(real)
+
     def of_keys(self, p, name, view, heads, rows, columns):
         """Elements of bias or mask for keys of which some may lie before its first column."""
         strides = [p[f"{name}_{axis}"] for axis in ("head", "row", "column")]
         return at(p[name], view.dtype, (heads, rows, view.shape[3]), strides)[:, :, np.clip(columns, 0, None)]
 
 
-@pytest.fixture
-def backend(monkeypatch):
+class Emulated(Host):
+    """The two kernels thread by thread, on arrays of which one end lies at a forbidden page."""
+
+    def __init__(self, problem: Problem, emulator: emulate.Emulator, side: str):
+        self.emulator, self.side = emulator, side
+        names = [name for name in ("q", "k", "v", "bias", "mask", "out", "lse") if getattr(problem, name) is not None]
+        self.results = [name for name in names if name in ("out", "lse")]
+        self.memory = {name: Guarded(getattr(problem, name), side, name in self.results) for name in names}
+        super().__init__(problem.replace(**{name: self.memory[name].view for name in names}))
+
+    def empty(self, shape, dtype):
+        a = super().empty(shape, dtype)
+        if a.size == 0:
+            return a
+        name = f"scratch {len(self.memory)}"
+        self.memory[name] = Guarded(arrays.view(a, name), self.side, writable=True)
+        return self.memory[name].view.array
+
+    def launch(self, source, kind, params, blocks):
+        arch = 750 if self.problem.q.dtype == F16 else 800  # both ways to round to float16 are there
+        library = self.emulator.prepare_source(source, kind, arch).result()
+        self.emulator.execute(library, params, blocks, naive_cuda.THREADS, 0, self.memory)
+
+    def softmax(self, params):
+        blocks = self.problem.heads_q * int(params["rows"][0])
+        self.launch(naive_cuda.source(self.problem), "NaiveSoftmaxParams", params, blocks)
+
+    def repair(self, params):
+        source = naive_cuda.repair_source(self.problem.v.dtype.name)
+        self.launch(source, "NaiveRepairParams", params, naive_cuda.repair_blocks(params))
+
+    def compute(self):
+        naive_cuda.compute(self.problem, self)
+        for name in self.results:
+            self.memory[name].write_back()
+
+
+@pytest.fixture(scope="module")
+def emulator(tmp_path_factory) -> Iterator[emulate.Emulator]:
+    made = emulate.Emulator(tmp_path_factory.mktemp("emulated"))
+    yield made
+    made.close()
+
+
+@pytest.fixture(params=["numpy", "emulated"])
+def backend(request, monkeypatch):
     """The naive CUDA kernel in the place of the CPU backend's, on host arrays."""
+
+    def run(plan: Plan, problem: Problem) -> None:
+        if request.param == "numpy":
+            naive_cuda.compute(problem, Host(problem))
+            return
+        side = ("end", "start")[DTYPES.index(problem.q.dtype) % 2]
+        Emulated(problem, request.getfixturevalue("emulator"), side).compute()
+
+    if request.param == "emulated" and (reason := emulate.why_unusable()):
+        pytest.skip(f"kernels cannot be emulated here: {reason}")
     module = types.SimpleNamespace(
         KERNELS=("naive",),
         decline=lambda problem, kernel: naive_cuda._unsupported(problem),
         plan=lambda problem, kernel: Plan(kernel="naive", backend="cpu", reason="on the host"),
-        run=lambda plan, problem: naive_cuda.compute(problem, Host(problem)),
+        run=run,
     )
     monkeypatch.setattr(backends, "load", lambda name: module)
 
@@ -131,6 +215,96 @@ def test_case(backend, case: Case, dtype: np.dtype) -> None:
         return
     check(call, expected(case, dtype))
     assert gaps_untouched(call.out) and gaps_untouched(call.lse)
+
+
+# ---- what a product alone gets wrong ------------------------------------------------------------------------------------
+
+
+class OnHost(Target):
+    """The fixture's kernel, which may decline what the kernel on a GPU may."""
+
+    name = "cuda/naive"
+
+
+ON_HOST = OnHost("cpu", "naive")
+every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: d.name)
+not_finite = pytest.mark.parametrize("filler", [np.nan, np.inf, -np.inf])
+
+
+@every_dtype
+@not_finite
+@pytest.mark.parametrize("how", ["mask", "bias", "window", "upper_left"])
+def test_garbage_in_keys_that_are_masked_for_all(backend, how, filler, dtype):
+    test_hard_paged.test_case_14_garbage_in_keys_that_are_masked_for_all(how, filler, dtype, ON_HOST)
+
+
+@every_dtype
+@pytest.mark.parametrize(("where", "filler"), [("k", np.nan), ("k", np.inf), ("v", np.nan), ("v", np.inf), ("v", -np.inf)])
+@pytest.mark.parametrize("at_key", [3, 64, 100])
+def test_what_is_not_finite_reaches_who_sees_it(backend, at_key, where, filler, dtype):
+    test_hard_rows.test_case_65_nan_in_a_key_reaches_who_sees_it(at_key, filler, where, dtype, ON_HOST)
+
+
+@every_dtype
+@not_finite
+@pytest.mark.parametrize("how", ["mask", "bias"])
+def test_a_value_that_half_of_the_rows_see(backend, how, filler, dtype):
+    test_hard_rows.test_case_65_nan_in_a_value_that_half_of_the_rows_see(how, filler, dtype, ON_HOST)
+
+
+@every_dtype
+@pytest.mark.parametrize(("hq", "hkv"), [(1, 1), (4, 2)])
+def test_rows_that_see_nothing_are_plus_zero(backend, hq, hkv, dtype):
+    test_hard_varlen.test_case_6_many_causal_queries_over_one_key(hq, hkv, dtype, ON_HOST)
+
+
+def ones(*shape: int) -> np.ndarray:
+    return np.ones(shape, np.float64)
+
+
+@pytest.mark.parametrize(("dtype", "gap"), [(F16, 40.0), (BF16, 95.0), (F32, 110.0), (F64, 744.5)], ids=str)
+@pytest.mark.parametrize("hidden", ["mask", "bias", None])
+def test_a_weight_of_zero_that_is_seen(backend, hidden, dtype, gap):
+    """Key 1 weighs less than its type can hold, which makes an infinite value no less infinite; key 2 is hidden or finite."""
+    q, k, v = ones(1, 40, 6, 1), ones(1, 3, 3, 1), ones(1, 3, 3, 35)
+    k[0, 1] = 1 - gap
+    v[0, 1, :, 1:5] = np.nan, np.inf, -np.inf, 5.0
+    options = {"mask": {"mask": np.array([True, True, False])}, "bias": {"bias": np.array([0, 0, -np.inf]).astype(dtype)}, None: {}}[hidden]
+    if hidden:
+        k[0, 2], v[0, 2] = np.nan, np.nan
+    q, k, v = (a.astype(dtype) for a in (q, k, v))
+    out, lse = cuflash.attention(q, k, v, scale=1.0, kernel="naive", backend="cpu", return_lse=True, **options)
+    want = np.ones(35)
+    want[1:4] = np.nan, np.inf, -np.inf
+    compare.assert_close(out, np.broadcast_to(want, out.shape), 4 * compare.eps(dtype), "out")
+    compare.assert_close(lse, np.full(lse.shape, 1 + (0 if hidden else math.log(2))), 4 * compare.eps(lse.dtype), "lse")
+
+
+@every_dtype
+@pytest.mark.parametrize("rows_major", [True, False])
+@pytest.mark.parametrize("out_strided", [True, False])
+def test_a_repair_of_grouped_heads_in_any_strides(backend, rows_major, out_strided, dtype):
+    """Each head group has its own bad values, in some columns of two tiles of columns; rows that see none of them keep their bits."""
+    rng = np.random.default_rng(7)
+    q, k, v = (rng.standard_normal((2, n, h, d)).astype(dtype) for n, h, d in ((37, 6, 8), (70, 2, 8), (70, 2, 40)))
+    if not rows_major:
+        v = np.ascontiguousarray(v.transpose(0, 2, 3, 1)).transpose(0, 3, 1, 2)
+    if out_strided:
+        out = np.full((2, 6, 37, 80), np.nan, dtype)[..., ::2].transpose(0, 2, 1, 3)
+    else:
+        out = np.full((2, 37, 6, 40), np.nan, dtype)
+    options = {"causal": True, "kernel": "naive", "backend": "cpu", "out": out}
+    clean = cuflash.attention(q, k, v, **options).copy()
+    v[0, 50, 0, [3, 39]], v[0, 65, 0, 3], v[1, 0, 1, 33], v[1, 69, 0, 7] = np.inf, -np.inf, np.nan, np.inf
+    want = compare.expect([build_attention(q, k, v, causal=True)])
+    got = cuflash.attention(q, k, v, **options)
+    compare.assert_close(got, want.out[0], want.out_bound, "out")
+    same = np.isfinite(want.out[0]) & np.isfinite(v.astype(np.float64)).all(1).repeat(3, 1)[:, None]
+    assert 0.9 * same.size < same.sum() < same.size
+    compare.assert_same_bits(got[same], clean[same])
+
+
+# ---- what is asked of it ------------------------------------------------------------------------------------------------
 
 
 def signature(n: int, heads: int, dtype: np.dtype = F16, heads_kv: int | None = None) -> Problem:
@@ -201,7 +375,7 @@ def test_every_instance_compiles_without_spills(arch):
     if reason := jit.why_unusable():
         pytest.skip(reason)
     instances = list(naive_cuda.instances(arch))
-    assert len({source.name for source in instances}) == len(instances) == (8 if arch == "sm_75" else 11)
+    assert len({source.name for source in instances}) == len(instances) == (11 if arch == "sm_75" else 15)
     for source in instances:
         _, log = jit.compile_cubin(source, arch)
         assert re.search(r"\b0 bytes spill stores, 0 bytes spill loads", log), log

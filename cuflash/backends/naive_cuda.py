@@ -2,8 +2,11 @@
 
 The scores of all heads of a sequence are materialised in float32 (float64 for float64 inputs), one sequence after the other.
 q, k and v are never copied: cuBLAS reads them through their strides, or the kernel declines. Weights are rounded to the
-dtype of v, as cuBLAS wants both factors alike. A non-finite row of v that some query of its head sees reaches all of them,
-as zero times infinity is NaN.
+dtype of v, as cuBLAS wants both factors alike.
+
+A product knows no mask: a value that is not finite reaches every row, as zero times infinity is NaN, and a row that sees no
+key gets a zero of either sign. So a last kernel looks at the output, and computes again, key by key, what is not finite there.
+The softmax has told it by the sign of zero weights which keys a row does not see, and marked rows that see none with -infinity.
 """
 
 from __future__ import annotations
@@ -19,7 +22,8 @@ from .. import device, jit, launch
 from ..types import HOST, ArrayView, Plan, Problem, Sequence
 from . import packed
 
-THREADS = 128  # of a block of the softmax kernel
+THREADS = 128  # of a block of the two kernels
+REPAIR_ROWS = 16  # that a block of naive_repair.cu looks at
 SCALE_FP16 = 2.0**-14  # of fp16 weights, which the softmax kernel stores 2^14 times as large
 COLUMNS = 8  # rows of scores are padded to a multiple of it, so that they can be read 16 bytes at a time
 
@@ -30,6 +34,14 @@ PARAMS = np.dtype(
     + [(name, np.int64) for name in ("mask_head", "mask_row", "mask_column", "ld")]
     + [("softcap", np.float64)]
     + [(name, np.int32) for name in ("rows", "keys", "first_key", "position", "window_left", "window_right", "mask_first", "unused")]
+)
+
+# NaiveRepairParams of naive_repair.cu.
+REPAIR_PARAMS = np.dtype(
+    [(name, np.uint64) for name in ("out", "weights", "v")]
+    + [(name, np.int64) for name in ("out_head", "out_row", "v_head", "v_key", "v_column", "ld")]
+    + [("factor", np.float64)]
+    + [(name, np.int32) for name in ("rows_total", "rows", "keys", "columns", "group", "unused")]
 )
 
 _TAGS = {"float16": "Fp16", "bfloat16": "Bf16", "float32": "float", "float64": "double"}
@@ -201,7 +213,7 @@ def run(plan: Plan, problem: Problem) -> None:
 
 
 def compute(problem: Problem, engine: Any) -> None:
-    """The three steps for each sequence. ``engine`` allocates, multiplies and launches, so that tests can do it on the host."""
+    """The four steps for each sequence. ``engine`` allocates, multiplies and launches, so that tests can do it on the host."""
     assert problem.out is not None
     if 0 in problem.out.shape[:-1]:  # no query head or no row; a launch of no block is not one
         return
@@ -224,6 +236,8 @@ def compute(problem: Problem, engine: Any) -> None:
         direct = _unit_rows(target)
         out = target if direct else engine.empty(target.shape, target.dtype)
         _products(problem, engine, s, keys, v, scores, out)
+        if problem.head_dim_v:
+            engine.repair(_repair_params(problem, s, keys, v, engine.pointer(scores), out.strides, engine.pointer(out)))
         if not direct:
             target[...] = out
 
@@ -256,14 +270,19 @@ def _scores(problem: Problem, engine: Any, s: Sequence, keys: range, q: Any, k: 
         )  # fmt: skip
 
 
+def _weights(problem: Problem, keys: range) -> tuple[int, float]:
+    """Elements from one row of weights to the next, each beginning where its row of scores began; and by what to multiply them."""
+    narrow = problem.v.dtype
+    return _padded(keys) * (problem.compute_dtype.itemsize // narrow.itemsize), SCALE_FP16 if narrow.name == "float16" else 1.0
+
+
 def _products(problem: Problem, engine: Any, s: Sequence, keys: range, v: Any, scores: Any, out: Any) -> None:
     """out (rows, heads, Dv) = weights v, again transposed."""
-    real, narrow = problem.compute_dtype, problem.v.dtype
-    ld = _padded(keys) * (real.itemsize // narrow.itemsize)  # weights begin where the row of scores began
+    narrow = problem.v.dtype
+    ld, alpha = _weights(problem, keys)
     matrix = s.q_length * ld
     v_batch, v_row = _batch_of(problem.v, s, s.k_begin)
     row, head, _ = (stride // out.dtype.itemsize for stride in out.strides)
-    alpha = SCALE_FP16 if narrow.name == "float16" else 1.0
     for q_head, q_step, v_head, v_step, count in _head_groups(problem):
         engine.gemm(
             v.column_major, False, problem.head_dim_v, s.q_length, len(keys), alpha,
@@ -293,6 +312,20 @@ def _params(problem: Problem, s: Sequence, keys: range, scores: int) -> np.ndarr
         p["lse_head"], p["lse_row"] = strides[-2:]
         offset = s.q_begin * strides[-1] if problem.varlen else s.index * strides[0]
         p["lse"] = problem.lse.pointer + offset * size
+    return p
+
+
+def _repair_params(problem: Problem, s: Sequence, keys: range, v: Any, weights: int, strides: tuple[int, ...], out: int) -> np.ndarray:
+    """What the repair kernel gets for one sequence, whose (rows, heads, Dv) output at ``out`` has contiguous columns."""
+    p = np.zeros(1, REPAIR_PARAMS)
+    p["out"], p["weights"] = out, weights
+    p["out_row"], p["out_head"] = (stride // problem.out_dtype.itemsize for stride in strides[:2])
+    p["ld"], p["factor"] = _weights(problem, keys)
+    batch, row = _batch_of(problem.v, s, s.k_begin)
+    p["v"] = v.at(batch, row + keys.start, 0)
+    p["v_head"], p["v_key"], p["v_column"] = v.head, v.row, v.ld if v.column_major else 1
+    p["rows"], p["rows_total"] = s.q_length, s.q_length * problem.heads_q
+    p["keys"], p["columns"], p["group"] = len(keys), problem.head_dim_v, problem.group_size
     return p
 
 
@@ -337,12 +370,16 @@ class Gpu:
         function = jit.function(source(self.problem), self.problem.q.device)
         launch.launch(function, self.problem.heads_q * int(params["rows"][0]), THREADS, 0, params, self.stream)
 
+    def repair(self, params: np.ndarray) -> None:
+        function = jit.function(repair_source(self.problem.v.dtype.name), self.problem.q.device)
+        launch.launch(function, repair_blocks(params), THREADS, 0, params, self.stream)
 
-# ---- the softmax kernel -----------------------------------------------------------------------------------------------
+
+# ---- the kernels ------------------------------------------------------------------------------------------------------
 
 
 def source(problem: Problem) -> jit.Source:
-    """The instance that a problem needs."""
+    """The instance of the softmax that a problem needs."""
     options = bool(problem.softcap) or problem.bias is not None or problem.mask is not None
     return _instance(problem.q.dtype.name, options, problem.q.dtype.name if problem.bias is None else problem.bias.dtype.name)
 
@@ -361,11 +398,32 @@ extern "C" __global__ void __launch_bounds__(THREADS, {blocks})
     return jit.Source("naive_softmax.cu", stub, name)
 
 
+@functools.cache
+def repair_source(dtype: str) -> jit.Source:
+    """The instance of the repair for a dtype of v."""
+    name = f"naive_repair_{_SHORT[dtype]}"
+    number = "double" if dtype == "float64" else "float"
+    stub = f"""static_assert(sizeof(NaiveRepairParams) == {REPAIR_PARAMS.itemsize}, "its mirror in naive_cuda.py differs");
+static_assert(ROWS == {REPAIR_ROWS}, "naive_cuda.py counts blocks by it");
+extern "C" __global__ void __launch_bounds__(THREADS, 8)
+{name}(const __grid_constant__ NaiveRepairParams p) {{
+    repair_rows<{number}, {_TAGS[dtype]}>(p);
+}}
+"""
+    return jit.Source("naive_repair.cu", stub, name)
+
+
+def repair_blocks(params: np.ndarray) -> int:
+    """How many blocks look at all rows."""
+    return -(-int(params["rows_total"][0]) // REPAIR_ROWS)
+
+
 def instances(arch: str) -> Iterator[jit.Source]:
     """Every instance for an architecture."""
     for dtype in _TAGS:
         if dtype == "bfloat16" and int(jit.exact(arch)[3:].rstrip("af")) < 80:
             continue
+        yield repair_source(dtype)
         yield _instance(dtype, False, dtype)
         for bias in dict.fromkeys((dtype, "float32")):
             yield _instance(dtype, True, bias)

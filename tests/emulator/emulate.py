@@ -88,7 +88,7 @@ class Emulator:
     def __init__(self, folder: Path, jobs: int = 2):
         self.folder = folder
         self._pool = concurrent.futures.ThreadPoolExecutor(jobs)
-        self._compiled: dict[tuple[cuda.Instance, int], concurrent.futures.Future[Path]] = {}
+        self._compiled: dict[tuple[jit.Source, int], concurrent.futures.Future[Path]] = {}
         self._runtime = self._pool.submit(self._load_runtime)
 
     def _load_runtime(self) -> ctypes.CDLL:
@@ -157,10 +157,13 @@ class Emulator:
 
     def prepare(self, instance: cuda.Instance, info: DeviceInfo) -> concurrent.futures.Future[Path]:
         """Have an instance compiled, with the code paths of a GPU."""
-        key = instance, _code_path(info)
+        return self.prepare_source(instance.source, "PrefillParams", _code_path(info))
+
+    def prepare_source(self, source: jit.Source, params: str, arch: int) -> concurrent.futures.Future[Path]:
+        """Have a kernel compiled; arguments as for :meth:`compile`."""
+        key = source, arch
         if key not in self._compiled:
-            text = jit.assemble(instance.source)
-            self._compiled[key] = self._pool.submit(self.compile, text, instance.name, "PrefillParams", key[1])
+            self._compiled[key] = self._pool.submit(self.compile, jit.assemble(source), source.name, params, arch)
         return self._compiled[key]
 
     def run(self, problem: Problem, info: DeviceInfo, instance: cuda.Instance | None = None, side: Side = "end") -> None:

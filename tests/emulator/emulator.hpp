@@ -12,7 +12,6 @@ extern unsigned block;  // its block
 
 #define __device__
 #define __global__
-#define __shared__
 #define __forceinline__ inline
 #define __grid_constant__
 #define __launch_bounds__(...)
@@ -21,6 +20,10 @@ extern unsigned block;  // its block
 struct float2 {
     float x, y;
 };
+struct __align__(8) uint2 {
+    unsigned x, y;
+};
+inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
 struct __align__(16) uint4 {
     unsigned x, y, z, w;
 };
@@ -38,32 +41,43 @@ static const struct {
 } blockIdx = {};
 
 extern "C" {
+float expf(float) noexcept;
 float fabsf(float) noexcept;
 float fmaf(float, float, float) noexcept;
 float fmaxf(float, float) noexcept;
 float logf(float) noexcept;
+float tanhf(float) noexcept;
+double exp(double) noexcept;
+double fabs(double) noexcept;
+double fma(double, double, double) noexcept;
+double fmax(double, double) noexcept;
+double log(double) noexcept;
+double tanh(double) noexcept;
 }
 template <class T> T min(T a, T b) { return b < a ? b : a; }
 template <class T> T max(T a, T b) { return a < b ? b : a; }
 inline float __fmul_rn(float a, float b) { return a * b; }  // the compiler is told not to fuse
 inline float __fmaf_rn(float a, float b, float c) { return fmaf(a, b, c); }
-inline float __int_as_float(int x) {
-    float y;
+inline double __dmul_rn(double a, double b) { return a * b; }
+inline double __fma_rn(double a, double b, double c) { return fma(a, b, c); }
+template <class To, class From> To bits_as(From x) {
+    static_assert(sizeof(To) == sizeof(From), "");
+    To y;
     __builtin_memcpy(&y, &x, sizeof y);
     return y;
 }
-inline float __uint_as_float(unsigned x) { return __int_as_float(int(x)); }
-inline unsigned __float_as_uint(float x) {
-    unsigned y;
-    __builtin_memcpy(&y, &x, sizeof y);
-    return y;
-}
+inline float __int_as_float(int x) { return bits_as<float>(x); }
+inline float __uint_as_float(unsigned x) { return bits_as<float>(x); }
+inline int __float_as_int(float x) { return bits_as<int>(x); }
+inline long long __double_as_longlong(double x) { return bits_as<long long>(x); }
+inline unsigned __float_as_uint(float x) { return bits_as<unsigned>(x); }
 
 decltype(sizeof 0) __cvta_generic_to_shared(const void*);
 void __syncthreads();
 int __syncthreads_or(int);
 bool __any_sync(unsigned, bool);
 float __shfl_xor_sync(unsigned, float, int);
+double __shfl_xor_sync(unsigned, double, int);
 
 // ---- PTX ----------------------------------------------------------------------------------------------------------------
 

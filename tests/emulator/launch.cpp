@@ -21,16 +21,20 @@ bool __any_sync(unsigned, bool yes) {
     return threads[current].out[0] != 0;
 }
 
-float __shfl_xor_sync(unsigned, float x, int mask) {
+template <class T> static T exchanged(T x, int mask) {  // with lane ^ mask
     using namespace emulator;
+    constexpr int WORDS = sizeof(T) / 4;
     memcpy(&threads[current].in[0], &x, sizeof x);
-    threads[current].in[1] = mask;
+    threads[current].in[WORDS] = mask;
     with_warp("__shfl_xor_sync", [](Thread* lanes) {
-        for (int lane = 0; lane < WARP; ++lane) lanes[lane].out[0] = lanes[lane ^ lanes[lane].in[1]].in[0];
+        for (int lane = 0; lane < WARP; ++lane) memcpy(lanes[lane].out, lanes[lane ^ lanes[lane].in[WORDS]].in, sizeof(T));
     });
     memcpy(&x, &threads[current].out[0], sizeof x);
     return x;
 }
+
+float __shfl_xor_sync(unsigned, float x, int mask) { return exchanged(x, mask); }
+double __shfl_xor_sync(unsigned, double x, int mask) { return exchanged(x, mask); }
 
 namespace emulator {
 

@@ -8,12 +8,14 @@ from collections.abc import Iterator
 _ASM = re.compile(r"\basm\b(?:\s+volatile\b)?\s*\(")
 _STRING = re.compile(r'"((?:[^"\\]|\\.)*)"')
 _SYSTEM_INCLUDE_OR_UNROLL = re.compile(r"^[ \t]*#[ \t]*(?:include[ \t]*<.*|pragma[ \t]+unroll.*)$", re.MULTILINE)
+_SHARED = re.compile(r"\b(extern\s+)?__shared__\b")
 _TOKEN = re.compile(r"%(\d+)|%%([\w.]+)|([A-Za-z_]\w*|\d+)")
 
 
 def translate(source: str) -> str:
     """The text of a translation unit, line for line; loops are not unrolled and the toolkit's headers left out."""
     source = _SYSTEM_INCLUDE_OR_UNROLL.sub("", source)
+    source = _SHARED.sub(lambda match: match[1] or "static", source)  # one for all threads: blocks run one after the other
     parts, done = [], 0
     for match in _ASM.finditer(source):
         end = _closing(source, match.end())
