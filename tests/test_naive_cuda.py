@@ -67,7 +67,8 @@ class Host:
         with np.errstate(all="ignore"):
             for i in range(count):
                 left, right = matrix(a, a_type, m, k, lda, ta, a_step, i), matrix(b, b_type, k, n, ldb, tb, b_step, i)
-                result = alpha * (left.astype(real) @ right.astype(real)).astype(real)
+                left, right = left.astype(real), right.astype(real)
+                result = alpha * (left * right if k == 1 else left @ right)  # a single product keeps its sign, as in cuBLAS
                 matrix(c, c_type, m, n, ldc, False, c_step, i)[...] = result
 
     def softmax(self, params):
@@ -282,26 +283,36 @@ def test_a_weight_of_zero_that_is_seen(backend, hidden, dtype, gap):
 
 @every_dtype
 @pytest.mark.parametrize("rows_major", [True, False])
-@pytest.mark.parametrize("out_strided", [True, False])
-def test_a_repair_of_grouped_heads_in_any_strides(backend, rows_major, out_strided, dtype):
-    """Each head group has its own bad values, in some columns of two tiles of columns; rows that see none of them keep their bits."""
+@pytest.mark.parametrize("out_axes", ["BSHD", "BHSD", "gaps"])
+def test_a_repair_of_grouped_heads_in_any_strides(backend, rows_major, out_axes, dtype):
+    """Head groups with bad values of their own, in two tiles of columns, beside one with none; finite columns keep their bits."""
     rng = np.random.default_rng(7)
     q, k, v = (rng.standard_normal((2, n, h, d)).astype(dtype) for n, h, d in ((37, 6, 8), (70, 2, 8), (70, 2, 40)))
     if not rows_major:
         v = np.ascontiguousarray(v.transpose(0, 2, 3, 1)).transpose(0, 3, 1, 2)
-    if out_strided:
-        out = np.full((2, 6, 37, 80), np.nan, dtype)[..., ::2].transpose(0, 2, 1, 3)
-    else:
-        out = np.full((2, 37, 6, 40), np.nan, dtype)
+    out = {
+        "BSHD": np.full((2, 37, 6, 40), np.nan, dtype),
+        "BHSD": np.full((2, 6, 37, 40), np.nan, dtype).transpose(0, 2, 1, 3),
+        "gaps": np.full((2, 6, 37, 80), np.nan, dtype)[..., ::2].transpose(0, 2, 1, 3),
+    }[out_axes]
     options = {"causal": True, "kernel": "naive", "backend": "cpu", "out": out}
     clean = cuflash.attention(q, k, v, **options).copy()
-    v[0, 50, 0, [3, 39]], v[0, 65, 0, 3], v[1, 0, 1, 33], v[1, 69, 0, 7] = np.inf, -np.inf, np.nan, np.inf
+    v[0, 50, 0, [3, 39]], v[0, 65, 0, 3], v[1, 0, 1, 33], v[1, 69, 1, 7] = np.inf, -np.inf, np.nan, np.inf
     want = compare.expect([build_attention(q, k, v, causal=True)])
     got = cuflash.attention(q, k, v, **options)
     compare.assert_close(got, want.out[0], want.out_bound, "out")
     same = np.isfinite(want.out[0]) & np.isfinite(v.astype(np.float64)).all(1).repeat(3, 1)[:, None]
     assert 0.9 * same.size < same.sum() < same.size
     compare.assert_same_bits(got[same], clean[same])
+
+
+@pytest.mark.parametrize(("dtype", "big"), [(F16, 2.0**12), (BF16, 2.0**25), (F32, 2.0**30), (F64, 2.0**60)], ids=str)
+def test_a_repaired_row_loses_nothing_to_rounding(backend, dtype, big):
+    """Sums that no plain loop gets right: a repaired row cannot be further off than the product's rounding."""
+    q, k, v = np.zeros((1, 5, 2, 1), dtype), np.zeros((1, 5, 1, 1), dtype), np.empty((1, 5, 1, 3), dtype)
+    v[0, :, 0] = np.array([big, 1, -big, 1, np.nan])[:, None]
+    out = cuflash.attention(q, k, v, mask=np.array([True] * 4 + [False]), kernel="naive", backend="cpu")
+    assert (out == 0.5).all()
 
 
 # ---- what is asked of it ------------------------------------------------------------------------------------------------

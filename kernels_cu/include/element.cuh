@@ -24,7 +24,9 @@ template <> struct Element<Fp16> {
 template <> struct Element<Bf16> {
     using Raw = u16;
 
-    static __device__ __forceinline__ float load(const void* p, i64 at) { return __uint_as_float(u32(static_cast<const u16*>(p)[at]) << 16); }
+    static __device__ __forceinline__ float load(const void* p, i64 at) {
+        return __uint_as_float(u32(static_cast<const u16*>(p)[at]) << 16);
+    }
 
 #if CUFLASH_ARCH >= 800
     static __device__ __forceinline__ void store(void* p, i64 at, float x) { static_cast<u16*>(p)[at] = u16(pack2<Bf16>(x, 0.0f)); }
