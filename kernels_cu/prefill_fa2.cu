@@ -100,14 +100,6 @@ template <class C> __device__ __forceinline__ void finish(const PrefillParams& p
                 if (some_empty && empty[r]) x = 0.0f;
             }
     store_fragments<typename C::Out, typename C::OTile, 2 * C::GROUPS, true>(warp.O_rmem, smem, warp_row, 2 * group, lane);
-    if (p.lse && lane % 4 == 0 && group == 0) {
-        const i64 offset = work.batch * p.lse_stride.batch + work.head * p.lse_stride.head;
-#pragma unroll
-        for (int r = 0; r < 2 * C::MT; ++r) {
-            const int row = warp_row + 8 * r + lane / 4;
-            if (row < rows) p.lse[offset + (seq.q_begin + first_row + row) * p.lse_stride.row] = state.finish(r);
-        }
-    }
     __syncthreads();
     if (C::MASK != MASK_LENGTH && careful) {
         Block<C>(p, work, seq, smem, true).add_not_finite(thread, rows);
@@ -116,6 +108,14 @@ template <class C> __device__ __forceinline__ void finish(const PrefillParams& p
     const i64 out_offset = work.batch * p.out_stride.batch + (seq.q_begin + first_row) * p.out_stride.row + work.head * p.out_stride.head;
     store_rows<typename C::OTile, C::THREADS>(
         smem, static_cast<u16*>(p.out) + out_offset, p.out_stride, rows, p.head_dim_v, p.out_vector);
+    if (p.lse && lane % 4 == 0 && group == 0) {
+        const i64 offset = work.batch * p.lse_stride.batch + work.head * p.lse_stride.head;
+#pragma unroll
+        for (int r = 0; r < 2 * C::MT; ++r) {
+            const int row = warp_row + 8 * r + lane / 4;
+            if (row < rows) p.lse[offset + (seq.q_begin + first_row + row) * p.lse_stride.row] = state.finish(r);
+        }
+    }
 }
 
 template <class C> __device__ __forceinline__ void prefill_fa2(const PrefillParams& p, unsigned char* smem) {

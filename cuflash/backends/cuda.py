@@ -175,14 +175,17 @@ def _section(problem: Problem, chosen: Instance, info: device.DeviceInfo) -> int
     """(batch, head) pairs whose tiles are handed out together.
 
     Where every row sees all keys, all tiles cost the same, and one head after the other keeps its keys and values in the L2 cache. Else
-    the longest tiles of as many heads as fit half of the cache start together, so that none of them ends alone.
+    the longest tiles of as many heads as fit most of the cache start together, so that none of them ends alone; and sections are of
+    equal size, as the long tiles of a small one at the end would leave most of the GPU idle (up to 10 % on an H200).
     """
     pairs = max(1, problem.batch * problem.heads_q)
     if chosen.mask == MASK_LENGTH:
         return 1
     bytes_per_pair = 2 * problem.seqlen_k * (problem.head_dim + problem.head_dim_v) // problem.group_size
     m_tiles = max(1, -(-problem.seqlen_q // chosen.tile.m))
-    return max(1, min(pairs, info.l2_bytes // 2 // max(1, bytes_per_pair), LARGEST_GRID // m_tiles))
+    most = max(1, min(pairs, info.l2_bytes * 3 // 4 // max(1, bytes_per_pair), LARGEST_GRID // m_tiles))
+    sections = -(-pairs // most)
+    return -(-pairs // sections)
 
 
 def _grid(problem: Problem, tile: Tile) -> int:
