@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from cuflash.bench import prefill, report
+from cuflash.bench import prefill, report, variants
 
 
 def result(tflops: float, ratio: float) -> dict:
@@ -44,6 +44,15 @@ def test_tables_go_between_their_markers(tmp_path):
 def test_geometric_mean_and_table():
     assert report.geometric_mean([1, 10, 100]) == pytest.approx(10)
     assert report.markdown_table(["a", "b"], [["1", "2"]]) == ["| a | b |", "|---|---|", "| 1 | 2 |"]
+
+
+def test_variants_are_measured_beside_what_they_should_cost():
+    found = {pair.name: pair for pair in variants.pairs()}
+    grouped = found["GQA 16/4 D128 causal"]
+    assert grouped.variant.heads_kv == 4 and grouped.plain.heads == 16 and grouped.share == 1.0
+    assert found["D72 beside D128 full"].plain.head_dim == 128 and found["D160 beside D192 causal"].plain.head_dim == 192
+    # 16384 rows that see 1025 keys each, but for the first 1024, of 16385 / 2 on average
+    assert found["window 1024 of 16384 D128"].share == pytest.approx((16384 - 512) * 1025 / (16384 * 16385 / 2), rel=1e-4)
 
 
 @pytest.mark.gpu

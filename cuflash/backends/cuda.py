@@ -42,7 +42,8 @@ class Instance:
     def name(self) -> str:
         heads = f"d{self.d}" if self.d == self.dv else f"d{self.d}v{self.dv}"
         t = self.tile
-        words = ["prefill_fa2", SHORT_TYPES[self.dtype], heads, f"m{t.m}n{t.n}w{t.warps}s{t.stages}" + f"g{t.groups}" * (t.groups > 1) + "q" * t.q_registers]
+        tile = f"m{t.m}n{t.n}w{t.warps}s{t.stages}" + f"g{t.groups}" * (t.groups > 1) + "q" * t.q_registers
+        words = ["prefill_fa2", SHORT_TYPES[self.dtype], heads, tile]
         if self.out != self.dtype:
             words.append(f"to_{SHORT_TYPES[self.out]}")
         if self.mask != MASK_LENGTH:

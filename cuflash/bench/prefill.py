@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import ml_dtypes
 import numpy as np
@@ -65,6 +65,7 @@ class Shape:
         return f"D{self.head_dim} N{self.seqlen} {'causal' if self.causal else 'full'}"
 
 
+T = TypeVar("T")
 Arrays = tuple[Any, Any, Any]  # q, k, v as CuPy arrays
 Call = Callable[[], Any]  # computes into a fixed place; returns the output as an array with DLPack, (B, S, H, D)
 Peer = Callable[[Arrays, bool], Call]
@@ -289,11 +290,11 @@ def markdown(found: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def progress(shapes: list[Shape]) -> Iterable[Shape]:
+def progress(what: list[T]) -> Iterable[T]:
     """A progress bar where tqdm is installed."""
     if importlib.util.find_spec("tqdm"):
-        return importlib.import_module("tqdm").tqdm(shapes, unit="shape")
-    return shapes
+        return importlib.import_module("tqdm").tqdm(what)
+    return what
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -313,8 +314,8 @@ def run(arguments: argparse.Namespace) -> str:
     found: dict[str, Any] = {"environment": environment(), "results": {}}
     for shape in progress(list(cases(arguments.only))):
         found["results"][shape.name] = measure(shape, arguments.kernel, peers)
-    if arguments.json:
-        report.write_json(arguments.json, found)
+        if arguments.json:  # after each shape: what has been measured is kept
+            report.write_json(arguments.json, found)
     text = markdown(found)
     if arguments.markdown:
         report.write_markdown(arguments.markdown, MARKER, text)

@@ -46,7 +46,8 @@ def measure(runs: int) -> dict[str, dict[str, float]]:
     for _ in range(runs):
         with tempfile.TemporaryDirectory() as cache:
             for state in ("cold", "warm"):
-                environment = {**os.environ, "CUFLASH_CACHE_DIR": cache}
+                # NVRTC keeps what it has compiled as well, where the driver keeps its own.
+                environment = {**os.environ, "CUFLASH_CACHE_DIR": cache, "CUDA_CACHE_PATH": os.path.join(cache, "cuda")}
                 done = subprocess.run([sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, check=True)
                 found[state].append(json.loads(done.stdout))
     return {state: {name: float(np.median([one[name] for one in all_])) for name in all_[0]} for state, all_ in found.items()}

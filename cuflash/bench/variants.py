@@ -1,0 +1,145 @@
+"""The calls that people make beside plain self-attention, each beside the plain call that it should cost as much as.
+
+``python -m cuflash bench variants --json docs/variants.json``
+
+Both calls of a pair take turns (A B A B ...). The cost is the variant's time divided by the plain call's, and by the share of its work
+where it has less: its median and the upper end of a one-sided 95 % confidence interval.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import cuflash
+
+from . import prefill, report
+
+TURNS, SECONDS_A_TURN = 11, 6e-3
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of attention() in bfloat16; ``packed`` makes it attention_varlen() of sequences of equal lengths."""
+
+    batch: int
+    seqlen: int
+    heads: int
+    head_dim: int
+    heads_kv: int = 0
+    packed: bool = False
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def prepare(self) -> Callable[[], Any]:
+        """Random arrays; returns what computes."""
+        import cupy
+
+        rng = cupy.random.default_rng(1)
+        heads_kv = self.heads_kv or self.heads
+        sizes = [(self.batch, self.seqlen, heads, self.head_dim) for heads in (self.heads, heads_kv, heads_kv)]
+        q, k, v = (rng.standard_normal(size, np.float32).astype(prefill.BF16) for size in sizes)
+        out = cupy.empty_like(q)
+        options = {"backend": "cuda", "kernel": "fa2", **self.options}
+        if not self.packed:
+            return lambda: cuflash.attention(q, k, v, out=out, **options)
+        q, k, v, out = (a.reshape(-1, *a.shape[2:]) for a in (q, k, v, out))
+        ends = np.arange(self.batch + 1) * self.seqlen
+        return lambda: cuflash.attention_varlen(q, k, v, ends, ends, out=out, **options)
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A variant, the plain call, and the variant's share of its work; ``limit`` is what design allows."""
+
+    name: str
+    variant: Call
+    plain: Call
+    share: float
+    limit: float
+
+
+def pairs() -> Iterator[Pair]:
+    """What people use."""
+    for causal in (False, True):
+        kind = "causal" if causal else "full"
+        mask = {"causal": causal}
+        for d, heads in ((64, 32), (128, 16)):
+            plain = Call(4, 4096, heads, d, options=mask)
+            yield Pair(f"GQA {heads}/{heads // 4} D{d} {kind}", Call(4, 4096, heads, d, heads // 4, options=mask), plain, 1.0, 1.03)
+            yield Pair(f"packed D{d} {kind}", Call(4, 4096, heads, d, packed=True, options=mask), plain, 1.0, 1.03)
+        for d, heads in ((72, 16), (80, 16), (96, 16), (160, 10)):
+            more = -(-d // 64) * 64
+            odd, plain = (Call(4, 4096, heads, size, options=mask) for size in (d, more))
+            yield Pair(f"D{d} beside D{more} {kind}", odd, plain, 1.0, 1.0)
+    rows = np.arange(16384)
+    share = float(np.minimum(rows + 1, 1025).sum() / (rows + 1).sum())
+    for d, heads in ((64, 32), (128, 16)):
+        plain = Call(1, 16384, heads, d, options={"causal": True})
+        yield Pair(f"window 1024 of 16384 D{d}", Call(1, 16384, heads, d, options={"window": (1024, 0)}), plain, share, 1.3)
+        capped = Call(4, 4096, heads, d, options={"softcap": 30.0})
+        yield Pair(f"softcap D{d} full", capped, Call(4, 4096, heads, d), 1.0, 1.3)
+
+
+def seconds(call: Callable[[], Any], copies: int) -> float:
+    """Of ``copies`` calls in a row."""
+    import cupy
+
+    begin, end = cupy.cuda.Event(), cupy.cuda.Event()
+    begin.record()
+    for _ in range(copies):
+        call()
+    end.record()
+    end.synchronize()
+    return float(cupy.cuda.get_elapsed_time(begin, end)) / 1e3
+
+
+def measure(pair: Pair) -> dict[str, float]:
+    """Median and upper bound of the cost, and the variant's time."""
+    calls = pair.variant.prepare(), pair.plain.prepare()
+    copies = []
+    for call in calls:
+        call()
+        copies.append(max(2, min(40, int(SECONDS_A_TURN / min(seconds(call, 1) for _ in range(3))))))
+    turns = [tuple(seconds(call, n) / n for call, n in zip(calls, copies, strict=True)) for _ in range(TURNS)]
+    costs = [a / b / pair.share for a, b in turns]
+    upper = 1 / report.lower_bound([1 / c for c in costs])
+    return {"ms": 1e3 * float(np.median([a for a, _ in turns])), "cost": float(np.median(costs)), "upper": upper, "limit": pair.limit}
+
+
+def markdown(found: dict[str, Any]) -> str:
+    """The table."""
+    env, rows = found["environment"], found["results"]
+    versions = ", ".join(f"{name} {version}" for name, version in env["versions"].items())
+    table = [[name, f"{r['ms']:.3f}", f"{r['cost']:.2f} ({r['upper']:.2f})", f"{r['limit']:.2f}"] for name, r in rows.items()]
+    cuda = f"CUDA {env['driver_cuda']} (driver) and {env['runtime_cuda']}"
+    lines = [f"{env['card']}, {cuda}; {versions}; commit {env['commit'] or 'unknown'}.", ""]
+    lines += report.markdown_table(("call", "ms", "cost beside plain (upper bound)", "limit"), table)
+    return "\n".join(lines) + "\n"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", type=Path, help="write the results here")
+    parser.add_argument("--markdown", type=Path, help="write the table here, between marker lines if there are any")
+    parser.add_argument("--only", default="", help="calls whose name contains this")
+
+
+def run(arguments: argparse.Namespace) -> str:
+    """Measure; returns the Markdown."""
+    if importlib.util.find_spec("cupy") is None:
+        raise cuflash.NoBackendError("bench variants needs a GPU and CuPy: pip install 'cuflash[cuda13]'")
+    found: dict[str, Any] = {"environment": prefill.environment(), "results": {}}
+    for pair in prefill.progress([p for p in pairs() if arguments.only in p.name]):
+        found["results"][pair.name] = measure(pair)
+        prefill.free_memory()
+        if arguments.json:
+            report.write_json(arguments.json, found)
+    text = markdown(found)
+    if arguments.markdown:
+        report.write_markdown(arguments.markdown, "variants table", text)
+    return text
