@@ -108,12 +108,13 @@ template <class C> __device__ __forceinline__ void finish(const PrefillParams& p
     const i64 out_offset = work.batch * p.out_stride.batch + (seq.q_begin + first_row) * p.out_stride.row + work.head * p.out_stride.head;
     store_rows<typename C::OTile, C::THREADS>(
         smem, static_cast<u16*>(p.out) + out_offset, p.out_stride, rows, p.head_dim_v, p.out_vector);
-    if (p.lse && lane % 4 == 0 && group == 0) {
+    if (p.lse && group == 0) {
         const i64 offset = work.batch * p.lse_stride.batch + work.head * p.lse_stride.head;
 #pragma unroll
-        for (int r = 0; r < 2 * C::MT; ++r) {
-            const int row = warp_row + 8 * r + lane / 4;
-            if (row < rows) p.lse[offset + (seq.q_begin + first_row + row) * p.lse_stride.row] = state.finish(r);
+        for (int first = 0; first < 2 * C::MT; first += 4) {  // the four lanes of a row have its numbers alike: each takes another row
+            const int row = warp_row + 8 * (first + lane % 4) + lane / 4;
+            const float lse = state.finish(first, lane % 4);
+            if (first + lane % 4 < 2 * C::MT && row < rows) p.lse[offset + (seq.q_begin + first_row + row) * p.lse_stride.row] = lse;
         }
     }
 }

@@ -29,7 +29,7 @@ __device__ __forceinline__ void store_rows(u32 smem, u16* row_gmem, const Stride
     const int chunk = threadIdx.x % Tile::CHUNKS, first_row = threadIdx.x / Tile::CHUNKS;
     u16* to = row_gmem + first_row * stride.row;
     if (vector) {  // 16 bytes at a time
-#pragma unroll 4
+#pragma unroll 1
         for (int row = first_row; row < min(rows, Tile::ROWS); row += PASS, to += PASS * stride.row)
 #pragma unroll
             for (int block = 0; block < Tile::BLOCKS; ++block) {

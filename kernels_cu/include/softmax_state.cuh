@@ -91,8 +91,14 @@ template <int ROWS> struct SoftmaxState {
         sum[r] += shuffle_xor<2>(sum[r]);
     }
 
-    // Natural log-sum-exp of a reduced row; -inf if it has seen nothing.
-    __device__ __forceinline__ float finish(int r) const { return fmaf(reference[r], LN2, logf(sum[r])); }
+    // Natural log-sum-exp of the reduced row first + i, i < 4; -inf if it has seen nothing.
+    __device__ __forceinline__ float finish(int first, int i) const {
+        float of = reference[first], total = sum[first];
+#pragma unroll
+        for (int r = 1; r < 4 && first + r < ROWS; ++r)  // registers have no index at run time
+            if (i == r) of = reference[first + r], total = sum[first + r];
+        return fmaf(of, LN2, logf(total));
+    }
 
   private:
     static constexpr float LOWEST = -3.402823466e38f;  // of all finite numbers
