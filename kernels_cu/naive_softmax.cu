@@ -78,7 +78,13 @@ template <class Number, class B, bool OPTIONS> struct Logits {
     }
 
     __device__ __forceinline__ Four<Number> load(int j) const {  // columns j to j + 3, of which at least the first exists
-        Four<Number> s = reinterpret_cast<const Four<Number>*>(scores)[j / 4];
+        Four<Number> s;
+        if (j + 4 <= p.keys) {
+            s = reinterpret_cast<const Four<Number>*>(scores)[j / 4];
+        } else {
+#pragma unroll
+            for (int c = 0; c < 4; ++c) s.x[c] = j + c < p.keys ? scores[j + c] : Number(0);  // nobody has written behind the last
+        }
 #pragma unroll
         for (int c = 0; c < 4; ++c) {
             bool visible = j + c >= begin && j + c < end;

@@ -17,6 +17,9 @@ template <bool ANEW = true> __device__ __forceinline__ int thread_index() {
     return x;
 }
 
+// A barrier of all THREADS of the block, to which its warps may come at different places of the program: __syncthreads() has one place.
+template <int THREADS> __device__ __forceinline__ void block_barrier() { asm volatile("bar.sync 0, %0;" ::"n"(THREADS) : "memory"); }
+
 // ---- copies from global to shared memory: asynchronous from sm_80 on ----------------------------------------------------
 
 // BYTES (4, 8 or 16) bytes, or as many zeros where `keep` is false; then nothing is read.

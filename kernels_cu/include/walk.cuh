@@ -55,7 +55,7 @@ template <class C> struct Block {
     __device__ __forceinline__ void arrive(int thread, int tile, bool with_v) const {
         copies_wait<0>();
         if (careful && with_v && cut(tile)) v_loader.template clear_not_finite<typename C::In>(thread, V_smem(tile));  // its own copies
-        __syncthreads();
+        block_barrier<C::THREADS>();
     }
 
     // Wait for K (with 2 stages, also for V) of a tile, and load what takes the place of the tile before.
@@ -77,7 +77,7 @@ template <class C> struct Block {
 
     // What the warps of a row have written for each other is there.
     static __device__ __forceinline__ void exchange() {
-        if (C::GROUPS > 1) __syncthreads();
+        if (C::GROUPS > 1) block_barrier<C::THREADS>();
     }
 
     // A tile that this warp has no use for, but others have.
