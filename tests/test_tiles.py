@@ -67,7 +67,7 @@ def test_known_gpus_get_the_tables_of_their_generation():
     families = {name: tiles.family(info) for name, info in device.KNOWN.items()}
     assert families == {
         "T4": "sm_75", "A100": "sm_80", "RTX 3090": "sm_86", "RTX 4090": "sm_86", "L4": "sm_86", "H100": "sm_90", "H200": "sm_90",
-        "B200": "sm_90", "RTX 5090": "sm_86",
+        "B200": "sm_100", "RTX 5090": "sm_86",
     }
 
 
