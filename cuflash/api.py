@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from . import arrays, backends, checks, launch, planner
+from . import arrays, backends, checks, device, launch, planner, warm
 from . import problem as problems
-from .types import Gradients, Plan, Problem
+from .types import HOST, Gradients, Plan, Problem
 
 
 def attention(
@@ -60,9 +60,10 @@ def attention(
     mod_args : dict, optional
         Further keyword arguments for the two.
     kv_lengths : array_like of int, shape (B,), optional
-        Keys that exist in each sequence, at most Sk.
+        Keys that exist in each sequence, at most Sk. Beside arrays on a GPU it may be there as well, as int32 or int64: it is then
+        never read back but clamped by the kernel, so that a CUDA graph follows it. CUFLASH_CHECK=1 reads it and checks it.
     kv_start : array_like of int, shape (B,), optional
-        Keys before this one are padding (left padding). Positions do not change.
+        Keys before this one are padding (left padding). Positions do not change. On a GPU as kv_lengths.
     page_table : array_like of int, shape (B, max_pages), optional
         k and v are pages; key j of sequence b is row j % page_size of page page_table[b, j // page_size]. Needs kv_lengths.
     q_scale, k_scale, v_scale : not supported yet (scales of float8 arrays)
@@ -118,6 +119,24 @@ def attention(
     >>> cuflash.attention(q, k, v, causal=True).shape
     (1, 8, 2, 16)
     """
+    key = None
+    if (
+        bias is None and mask is None and alibi_slopes is None and sinks is None and score_mod is None and mask_mod is None
+        and mod_args is None and page_table is None and q_scale is None and k_scale is None and v_scale is None
+    ):
+        key = warm.key(
+            q, k, v, causal, window, scale, softcap, score, precision, num_splits, batch_invariant, out_dtype, layout, kernel, backend,
+        )
+        indices: tuple[int, ...] = ()
+        if kv_lengths is not None or kv_start is not None:
+            key, indices = warm.with_lengths(key, None, None, kv_lengths, kv_start)
+        if key is not None:
+            results = warm.attention(key, q, k, v, out, lse, return_lse, stream, indices)
+            if results is not None:
+                return results
+            problem = warm.problem(key, q, k, v, layout, stream)
+            if problem is not None:
+                return _execute(problem, out, lse, return_lse, layout, np.ndim(q), key)
     problem = problems.build_attention(
         q, k, v, causal=causal, window=window, scale=scale, softcap=softcap, bias=bias, mask=mask, alibi_slopes=alibi_slopes,
         sinks=sinks, score=score, score_mod=score_mod, mask_mod=mask_mod, mod_args=mod_args, kv_lengths=kv_lengths,
@@ -125,7 +144,9 @@ def attention(
         num_splits=num_splits, batch_invariant=batch_invariant, out_dtype=out_dtype, layout=layout, kernel=kernel,
         backend=backend, stream=stream,
     )
-    return _execute(problem, out, lse, return_lse, layout, np.ndim(q))
+    if kv_lengths is None and kv_start is None:
+        warm.keep_problem(key, problem)
+    return _execute(problem, out, lse, return_lse, layout, np.ndim(q), key)
 
 
 def takes_options(function: Callable) -> Callable:
@@ -161,10 +182,11 @@ def attention_varlen(
     k, v : ndarray, shape (total_k, Hkv, D) and (total_k, Hkv, Dv), or pages with ``page_table``
     cu_seqlens_q, cu_seqlens_k : array_like of int, shape (B + 1,)
         Sequence b has rows cu[b] to cu[b + 1]. From 0, never falling; rows behind the last entry give O = 0, LSE = -inf.
-        ``cu_seqlens_k`` is None with ``page_table``.
+        ``cu_seqlens_k`` is None with ``page_table``. On a GPU as kv_lengths of `attention`.
     max_seqlen_q, max_seqlen_k : int, optional
-        At least the longest sequence; found from cu_seqlens when None. bias and mask broadcast to
-        (B, Hq, max_seqlen_q, max_seqlen_k), with indices counted within each sequence.
+        At least the longest sequence; found from cu_seqlens when None. Of arrays on a GPU it cannot be found: a kernel that needs
+        none then runs, a little slower; and rows beyond a ``max_seqlen_q`` that is too small may be left at O = 0, LSE = -inf.
+        bias and mask broadcast to (B, Hq, max_seqlen_q, max_seqlen_k), with indices counted within each sequence.
     **options
         As for `attention`.
 
@@ -186,10 +208,15 @@ def attention_varlen(
     >>> cuflash.attention_varlen(q, k, v, [0, 3, 7], [0, 3, 7], causal=True).shape
     (7, 2, 16)
     """
+    key, indices = warm.varlen_key(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, layout, options)
+    if key is not None:
+        results = warm.attention(key, q, k, v, out, lse, return_lse, options.get("stream"), indices)
+        if results is not None:
+            return results
     problem = problems.build_varlen(
         q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, layout=layout, **options,
     )
-    return _execute(problem, out, lse, return_lse, layout, np.ndim(q))
+    return _execute(problem, out, lse, return_lse, layout, np.ndim(q), key)
 
 
 @takes_options
@@ -243,10 +270,18 @@ def decode(
     >>> out.shape, k_cache[0, :4, 0, 0].tolist()
     ((1, 1, 2, 16), [1.0, 1.0, 1.0, 0.0])
     """
-    problem, new = problems.build_decode(
-        q, k_cache, v_cache, kv_lengths, page_table=page_table, k_new=k_new, v_new=v_new, rope=rope,
-        cache_batch_index=cache_batch_index, layout=layout, **options,
-    )
+    key = None
+    if page_table is None and rope is None and cache_batch_index is None:
+        key = warm.decode_key(q, k_cache, v_cache, k_new, v_new, layout, options)
+    stream, known = options.get("stream"), warm.problems.get(key)
+    if known is not None and (stream is None or known.q.device != HOST):
+        problem, new = problems.decode_again(known, q, k_cache, v_cache, kv_lengths, k_new, v_new, layout, stream)
+    else:
+        problem, new = problems.build_decode(
+            q, k_cache, v_cache, kv_lengths, page_table=page_table, k_new=k_new, v_new=v_new, rope=rope,
+            cache_batch_index=cache_batch_index, layout=layout, **options,
+        )
+        warm.keep_problem(key, problem)
     with launch.place(problem.q.device, problem.stream):
         problem, out, lse = problems.with_outputs(problem, out, lse, return_lse, layout, np.ndim(q), new)
         plan = planner.choose(problem)  # before the append: a call that cannot run leaves the cache as it was
@@ -444,8 +479,8 @@ def plan(q: Any, k: Any, v: Any, *, return_lse: bool = False, layout: str = "BSH
     return_lse : bool, default False
         Whether ``run`` returns (out, lse).
     **options
-        As for `attention`. Small host arrays among them (kv_lengths, page_table, slopes, sinks) are copied now; bias and
-        mask are referred to.
+        As for `attention`. Small host arrays among them (kv_lengths, page_table, slopes, sinks) are copied now; bias, mask and
+        lengths on a device are referred to.
 
     Returns
     -------
@@ -467,15 +502,27 @@ def plan(q: Any, k: Any, v: Any, *, return_lse: bool = False, layout: str = "BSH
     """
     checks.flag(return_lse, "return_lse")
     problem = problems.build_attention(q, k, v, layout=layout, **options)
-    ndim = np.ndim(q)
+    ndim, stream = np.ndim(q), problem.stream
     chosen = planner.choose(problem)
     problem = problem.replace(q=arrays.signature(problem.q), k=arrays.signature(problem.k), v=arrays.signature(problem.v))
+    indices = launch.index_addresses(problem)
+    launches = None if problem.q.device == HOST else warm.Kept(64)
 
-    def run(self: Plan, q: Any, k: Any, v: Any, out: Any, lse: Any, stream: Any) -> Any:
-        fresh = problems.with_arrays(problem, q, k, v, layout, ndim, stream)
+    def run(self: Plan, q: Any, k: Any, v: Any, out: Any, lse: Any, own_stream: Any) -> Any:
+        if own_stream is None:
+            own_stream = stream
+        if launches is not None:
+            key = (arrays.keys(q, k, v), warm.results_key(out, lse, return_lse))
+            found = launches.get(key)
+            if found is not None and device.pretended() is None:
+                results = found.run(q, k, v, out, lse, own_stream, indices)
+                if results is not None:
+                    return results
+        fresh = problems.with_arrays(problem, q, k, v, layout, ndim, own_stream)
         with launch.place(fresh.q.device, fresh.stream):
             fresh, out, lse = problems.with_outputs(fresh, out, lse, return_lse, layout, ndim)
-            _backend(self).run(self, fresh)
+            prepared = None if launches is None else warm.prepare(launches, key, self, fresh, out, lse, return_lse)
+            warm.execute(self, fresh, prepared)
         return (out, lse) if return_lse else out
 
     return chosen.bind(run)
@@ -486,12 +533,16 @@ def _backend(chosen: Plan) -> Any:
     return backends.load(chosen.backend)
 
 
-def _execute(problem: Problem, out: Any, lse: Any, return_lse: bool, layout: str, ndim: int) -> Any:
-    """Results, plan, run."""
+def _execute(problem: Problem, out: Any, lse: Any, return_lse: bool, layout: str, ndim: int, key: tuple | None = None) -> Any:
+    """Results, plan, run; and the launch kept for further calls of the same signature ``key``, if there is one."""
+    results = warm.results_key(out, lse, return_lse)
     with launch.place(problem.q.device, problem.stream):
         problem, out, lse = problems.with_outputs(problem, out, lse, return_lse, layout, ndim)
         chosen = planner.choose(problem)
-        _backend(chosen).run(chosen, problem)
+        prepared = None
+        if key is not None and problem.q.device != HOST:
+            prepared = warm.prepare(warm.launches, (key, results), chosen, problem, out, lse, return_lse)
+        warm.execute(chosen, problem, prepared)
     return (out, lse) if return_lse else out
 
 

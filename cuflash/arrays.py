@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+import functools
 import math
 import sys
 from typing import Any
@@ -11,6 +11,7 @@ import numpy as np
 
 from .types import HOST, ArrayView
 
+ALIGNMENT = 16  # bytes: no load or store is wider, so that addresses matter only modulo it
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 _FLOAT8 = ("float8_e4m3fn", "float8_e5m2")
 
@@ -22,6 +23,7 @@ def bfloat16() -> np.dtype:
     return np.dtype(ml_dtypes.bfloat16)
 
 
+@functools.lru_cache(maxsize=64)
 def is_float(dtype: np.dtype) -> bool:
     """Whether attention runs on this dtype: float16, bfloat16, float32 or float64 in native byte order."""
     return dtype.isnative and dtype.name in FLOATS
@@ -89,6 +91,37 @@ def wrap(array: Any, kind: str) -> ArrayView:
     return ArrayView(array, pointer, tuple(array.shape), tuple(array.strides), array.dtype, kind, device)
 
 
+def key(array: Any) -> tuple | None:
+    """Everything about an array but its address and contents; None for what is no plain NumPy or CuPy array."""
+    kind = type(array)
+    if kind is np.ndarray:
+        return (HOST, array.shape, array.strides, array.dtype, array.flags.writeable)
+    cupy = sys.modules.get("cupy")
+    if cupy is None or kind is not cupy.ndarray:
+        return None
+    memory = array.data
+    return (memory.device_id, array.shape, array.strides, array.dtype, memory.ptr % ALIGNMENT)
+
+
+def keys(q: Any, k: Any, v: Any) -> tuple | None:
+    """``key`` of three arrays that lie in one place, in one tuple; None if they do not."""
+    kind = type(q)
+    if type(k) is not kind or type(v) is not kind:
+        return None
+    if kind is np.ndarray:
+        return (HOST, q.shape, q.strides, q.dtype, k.shape, k.strides, k.dtype, v.shape, v.strides, v.dtype)
+    cupy = sys.modules.get("cupy")
+    if cupy is None or kind is not cupy.ndarray:
+        return None
+    a, b, c = q.data, k.data, v.data
+    device = a.device_id
+    if b.device_id != device or c.device_id != device:
+        return None
+    return (
+        device, q.shape, q.strides, q.dtype, k.shape, k.strides, k.dtype, v.shape, v.strides, v.dtype, (a.ptr | b.ptr | c.ptr) % ALIGNMENT,
+    )
+
+
 def transpose(a: ArrayView, axes: tuple[int, ...]) -> ArrayView:
     """The same memory with its axes in another order."""
     return _same_start(a, a.array.transpose(axes))
@@ -111,7 +144,7 @@ def _same_start(a: ArrayView, array: Any) -> ArrayView:
 
 def signature(a: ArrayView) -> ArrayView:
     """What a plan remembers of an array: not its memory."""
-    return dataclasses.replace(a, array=None, pointer=0)
+    return ArrayView(None, 0, a.shape, a.strides, a.dtype, a.kind, a.device)
 
 
 def empty(shape: tuple[int, ...], dtype: np.dtype, like: ArrayView) -> Any:
@@ -119,6 +152,8 @@ def empty(shape: tuple[int, ...], dtype: np.dtype, like: ArrayView) -> Any:
     if like.kind == "numpy":
         return np.empty(shape, dtype)
     cupy = sys.modules["cupy"]
+    if cupy.cuda.runtime.getDevice() == like.device:
+        return cupy.empty(shape, dtype)
     with cupy.cuda.Device(like.device):
         return cupy.empty(shape, dtype)
 
@@ -154,9 +189,13 @@ def overlap(a: ArrayView, b: ArrayView) -> bool:
     """Whether two arrays share an element. Interleaved views of one buffer do not, unless that is too hard to decide."""
     if a.device != b.device:
         return False
-    (a0, a1), (b0, b1) = byte_range(a), byte_range(b)
-    if a1 <= b0 or b1 <= a0:
-        return False
+    if a.kind == b.kind == "numpy":
+        if not np.may_share_memory(a.array, b.array):
+            return False
+    else:
+        (a0, a1), (b0, b1) = byte_range(a), byte_range(b)
+        if a1 <= b0 or b1 <= a0:
+            return False
     # The exact test works on addresses alone, so device memory is described to it as host memory and never read.
     as_host = [x.array if x.kind == "numpy" else _AddressOnly(x) for x in (a, b)]
     first, second = (np.asarray(x) for x in as_host)
@@ -198,6 +237,22 @@ def overlaps_itself(a: ArrayView) -> bool:
     return bool((np.diff(offsets) < a.dtype.itemsize).any())
 
 
+def on_device(x: Any) -> bool:
+    """Whether this is an array on a GPU."""
+    cupy = sys.modules.get("cupy")
+    return cupy is not None and isinstance(x, cupy.ndarray)
+
+
+def read_back(a: ArrayView) -> np.ndarray | None:
+    """The numbers of a device array, once the device has done all its work; None while the current stream is being captured."""
+    cupy = sys.modules["cupy"]
+    with cupy.cuda.Device(a.device) as gpu:
+        if cupy.cuda.runtime.streamIsCapturing(cupy.cuda.get_current_stream().ptr):
+            return None
+        gpu.synchronize()
+        return np.asarray(a.array.get())
+
+
 def host_index(x: Any, name: str) -> np.ndarray:
     """A copy of an index array (lengths, cu_seqlens, page table), from NumPy or nested lists, as int64.
 
@@ -230,8 +285,7 @@ def _host_array(x: Any, name: str, content: str) -> np.ndarray:
         raise TypeError(f"{name}: got None; allowed are NumPy arrays and lists of {content}")
     if isinstance(x, np.ma.MaskedArray):
         raise TypeError(f"{name}: masked arrays are not supported; allowed are NumPy arrays and lists of {content}")
-    cupy = sys.modules.get("cupy")
-    if cupy is not None and isinstance(x, cupy.ndarray):
+    if on_device(x):
         raise NotImplementedError(f"{name}: CuPy arrays are not supported here yet; pass a NumPy array or a list of {content}")
     try:
         return np.asarray(x)

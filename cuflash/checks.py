@@ -158,6 +158,8 @@ def max_seqlen(value: Any, name: str, cu: np.ndarray) -> int:
 def capacity(problem: Problem) -> tuple[np.ndarray, str]:
     """How many keys each sequence has room for, (B,), and in words what that is."""
     if problem.cu_seqlens_k is not None:
+        if isinstance(problem.cu_seqlens_k, ArrayView):
+            return np.full(problem.batch, problem.k.shape[0]), "all keys that there are"
         return np.diff(problem.cu_seqlens_k), "the sequence's keys"
     name = "the capacity of its page table row" if problem.paged else f"the keys of {user_name(problem, 'k')}"
     return np.full(problem.batch, problem.seqlen_k), name
@@ -212,13 +214,6 @@ def written_pages(problem: Problem, before: np.ndarray) -> None:
             f"page_table: entry [{b}, {slot}] is page {page}, which would take new keys, but entry {list(others[0])} uses it "
             "too; a page that is written to must belong to one entry"
         )
-
-
-def lengths_before(kv_lengths: Any, problem: Problem) -> np.ndarray:
-    """kv_lengths of decode(): what is in the cache, before new keys."""
-    if kv_lengths is None:
-        raise TypeError("kv_lengths: got None; decode() needs the number of keys that each sequence has in the cache")
-    return per_sequence(kv_lengths, "kv_lengths", problem.batch, *capacity(problem))
 
 
 def new_keys(k_new: ArrayView, v_new: ArrayView, problem: Problem) -> int:
@@ -277,7 +272,7 @@ def output(
     shape(a, name, expected_shape)
     dtype(a, name, expected_dtype)
     writeable(a, name)
-    fields = {user_name(problem, field): getattr(problem, field) for field in ("q", "k", "v", "bias", "mask")}
+    fields = {user_name(problem, field): getattr(problem, field) for field in ("q", "k", "v", "bias", "mask", *problem.indices_on_device)}
     for other_name, other in {**fields, **inputs}.items():
         if other is not None and arrays.overlap(a, other):
             raise ValueError(f"{name}: overlaps {other_name} in memory; results need a buffer of their own")

@@ -33,6 +33,11 @@ def logs(topic: str) -> bool:
     return topic in os.environ.get("CUFLASH_LOG", "").split(",")
 
 
+def checks() -> bool:
+    """Whether CUFLASH_CHECK asks to read index arrays on a device back and check them."""
+    return os.environ.get("CUFLASH_CHECK", "0") not in ("", "0")
+
+
 def log(topic: str, line: str) -> None:
     """One line on stderr, if CUFLASH_LOG names the topic."""
     if logs(topic):

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
-from typing import Any
+import struct
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from .types import HOST, UNBOUNDED, ArrayView, Problem
+from .types import HOST, INDICES, UNBOUNDED, ArrayView, Problem
 
 LOG2E = 1.4426950408889634
 NO_LIMIT = 1 << 30  # a window side that is unbounded; sequences are shorter
@@ -28,7 +29,10 @@ PREFILL_PARAMS = np.dtype(
             "window_left", "window_right", "upper_left", "out_vector", "page_size", "max_pages",
         )),
         *((name, np.float32) for name in ("scale", "softcap", "logit_scale")),
-        ("mask_tail", np.int32),
+        *((name, np.int32) for name in (
+            "mask_tail", "matrix_rows", "bias_columns", "mask_columns", "bias_vector", "mask_vector", "pages",
+        )),
+        ("page_magic", np.uint32), ("page_shift", np.int32), ("index_bits", np.int32), ("tile_rows", np.int32),
     ],
     align=True,
 )
@@ -64,6 +68,13 @@ def place(device: int, stream: Any) -> Iterator[None]:
                 yield
 
 
+def device_getter() -> Callable[[], int]:
+    """The function that tells to which device CuPy's allocations and launches go."""
+    from cupy.cuda import runtime
+
+    return runtime.getDevice
+
+
 def stream_pointer(stream: Any) -> int:
     """The cudaStream_t of what a user gave: None (CuPy's current one), an integer, or an object with .ptr or __cuda_stream__."""
     if stream is None:
@@ -93,7 +104,51 @@ def launch(function: Any, grid: int, threads: int, shared_memory: int, params: n
     """Launch a one-dimensional grid whose only argument is a parameter struct, a structured array of one element."""
     if grid == 0:  # CuPy would launch one block
         return
-    function((grid, 1, 1), (threads, 1, 1), (params,), shared_memory, StreamPointer(stream))
+    function((grid, 1, 1), (threads, 1, 1), (opaque(params),), shared_memory, StreamPointer(stream))
+
+
+def opaque(params: np.ndarray) -> np.ndarray:
+    """The struct as bytes without fields: to tell a caller of its fields, as ``__array_interface__`` does, takes NumPy 50 us."""
+    return params.view(f"V{params.itemsize}")
+
+
+class Step(NamedTuple):
+    """A kernel and the one-dimensional grid that it is launched with."""
+
+    function: Any
+    grid: int  # blocks, at least 1
+    threads: int
+    shared_memory: int = 0
+
+
+class Prepared:
+    """Launches that lack nothing but addresses: they are the first members of the parameter struct that all of them get.
+
+    A call writes them into memory of its own, taken from a list of such that are free: no two calls share it, whether they
+    come from two threads or one interrupts the other. CUDA has copied the struct when the launch returns.
+    """
+
+    __slots__ = ("_before", "_free", "_last", "_params", "_write")
+
+    def __init__(self, steps: Sequence[Step], params: np.ndarray, addresses: int):
+        *self._before, self._last = ((s.function, (s.grid, 1, 1), (s.threads, 1, 1), s.shared_memory) for s in steps)
+        self._params = params.tobytes()
+        self._write = struct.Struct(f"={addresses}Q").pack_into
+        self._free: list[tuple[bytearray, tuple[np.ndarray]]] = []
+
+    def __call__(self, *addresses: int) -> None:
+        """Launch on CuPy's current device and stream."""
+        try:
+            mine = self._free.pop()
+        except IndexError:
+            memory = bytearray(self._params)
+            mine = memory, (np.frombuffer(memory, f"V{len(memory)}"),)  # see `opaque`
+        self._write(mine[0], 0, *addresses)
+        for function, grid, block, shared_memory in self._before:
+            function(grid, block, mine[1], shared_memory)
+        function, grid, block, shared_memory = self._last
+        function(grid, block, mine[1], shared_memory)
+        self._free.append(mine)
 
 
 def element_strides(a: ArrayView, axes: str) -> tuple[int, int, int, int]:
@@ -103,6 +158,18 @@ def element_strides(a: ArrayView, axes: str) -> tuple[int, int, int, int]:
     return tuple(by_axis.get(axis, 0) for axis in "brhc")  # type: ignore[return-value]
 
 
+def flat_tiles(problem: Problem, m: int) -> int:
+    """Tiles of m rows that packed sequences have together at most, whatever their lengths."""
+    return problem.q.shape[-3] // m + problem.batch
+
+
+def index_addresses(problem: Problem) -> tuple[int, ...]:
+    """Addresses of the four index arrays as the structs have them, 0 for those that are not on the device; () if none is."""
+    if not problem.indices_on_device:
+        return ()
+    return tuple(a.pointer if isinstance(a, ArrayView) else 0 for a in (getattr(problem, name) for name in INDICES))
+
+
 def copy_bytes(arrays: tuple[ArrayView, ...]) -> int:
     """The widest copy, 16, 8, 4 or 2 bytes, that suits all rows of arrays of 16-bit numbers; 2 allows any strides.
 
@@ -110,19 +177,62 @@ def copy_bytes(arrays: tuple[ArrayView, ...]) -> int:
     """
     bits = 0
     for a in arrays:
-        columns = a.shape[-1]
-        if 0 in a.shape:
+        shape, strides, item = a.shape, a.strides, a.dtype.itemsize
+        columns = shape[-1]
+        if 0 in shape:
             continue
-        if columns > 1 and a.strides[-1] != a.dtype.itemsize:
+        if columns > 1 and strides[-1] != item:
             return 2
-        bits |= a.pointer | columns * a.dtype.itemsize
-        for n, stride in zip(a.shape[:-1], a.strides[:-1], strict=True):
+        bits |= a.pointer | columns * item
+        for n, stride in zip(shape[:-1], strides, strict=False):
             if n > 1:
                 bits |= stride
     return next((width for width in (16, 8, 4) if bits % width == 0), 2)
 
 
-def pack_prefill(problem: Problem, m: int, section: int, plain: bool, pointers: dict[str, int]) -> np.ndarray:
+def rows_in_eights(a: ArrayView) -> bool:
+    """Whether 8 neighbouring elements of any row, from a multiple of 8 on, can be read by whole, aligned instructions."""
+    aligned = min(16, 8 * a.dtype.itemsize)
+    contiguous = a.shape[-1] == 1 or a.strides[-1] == a.dtype.itemsize
+    leading = (stride for n, stride in zip(a.shape[:-1], a.strides[:-1], strict=True) if n > 1)
+    return contiguous and all(number % aligned == 0 for number in (a.pointer, *leading))
+
+
+def page_divisor(page_size: int) -> tuple[int, int]:
+    """(magic, shift) with key // page_size == key * magic >> shift for all keys below 2**31, and magic below 2**32."""
+    shift = 31 + (page_size - 1).bit_length()
+    return -(-(1 << shift) // page_size), shift
+
+
+def logit_unit(problem: Problem) -> float:
+    """What a natural logit of 1 is in the units of the kernel: log2(e), or 1 if a bias is added as it stands in its array."""
+    return LOG2E if problem.bias is None else 1.0
+
+
+def small_arrays(problem: Problem) -> dict[str, np.ndarray]:
+    """Lengths, page table, slopes and sinks as kernels take them, by the names of the parameters; those that are on the host."""
+    found: dict[str, np.ndarray] = {}
+    for name in INDICES:
+        value = getattr(problem, name)
+        if isinstance(value, np.ndarray):
+            found[name] = np.ascontiguousarray(value)
+    if problem.alibi_slopes is not None:
+        found["alibi_slopes"] = np.ascontiguousarray(problem.alibi_slopes * logit_unit(problem), np.float32)
+    if problem.sinks is not None:
+        found["sinks"] = np.ascontiguousarray(problem.sinks * LOG2E, np.float32)
+    if problem.page_table is not None:
+        found["page_table"] = page_entries(problem.page_table)
+    return found
+
+
+def page_entries(table: np.ndarray) -> np.ndarray:
+    """A page table as kernels take it, int32 (batch, max_pages); what does not fit is -1, which no kernel follows."""
+    return np.ascontiguousarray(np.where((table >= 0) & (table < 1 << 31), table, -1), np.int32)
+
+
+def pack_prefill(
+    problem: Problem, m: int, section: int, factor_left: bool, pointers: dict[str, int], flat: bool = False,
+) -> np.ndarray:
     """The struct of one launch.
 
     Parameters
@@ -133,11 +243,12 @@ def pack_prefill(problem: Problem, m: int, section: int, plain: bool, pointers: 
         Query rows of a block.
     section : int
         (batch, head) pairs whose tiles are handed out together.
-    plain : bool
-        Whether the score kind is SCORE_PLAIN, which takes the scale as part of the exponential.
+    factor_left : bool
+        Whether the score kind leaves a factor to the exponential: the scale, or the softcap if there is one.
     pointers : dict
-        Device addresses of ``cu_seqlens_q``, ``cu_seqlens_k``, ``kv_lengths``, ``kv_start`` (int64), ``alibi_slopes`` and
-        ``sinks`` (float32, times log2(e)), of those that there are.
+        Device addresses of the :func:`small_arrays`, and of index arrays that are on the device, under their names.
+    flat : bool
+        Whether the sequences share one row of tiles, see `flat_tiles`.
     """
     p = np.zeros(1, PREFILL_PARAMS)
     r = p[0]
@@ -154,15 +265,28 @@ def pack_prefill(problem: Problem, m: int, section: int, plain: bool, pointers: 
         r[name] = pointer
     left, right = (NO_LIMIT if side == UNBOUNDED else min(side, NO_LIMIT) for side in problem.window)
     scale = float(problem.scale)  # type: ignore[arg-type]
+    unit = logit_unit(problem)
     values = {
         "batch": problem.batch, "heads_q": problem.heads_q, "heads_kv": problem.heads_kv, "group": problem.group_size,
         "head_dim": problem.head_dim, "head_dim_v": problem.head_dim_v,
-        "q_rows": problem.q.shape[-3], "k_rows": problem.k.shape[-3],
-        "m_tiles": -(-problem.seqlen_q // m), "section": section, "window_left": left, "window_right": right,
-        "upper_left": problem.align == "upper_left", "out_vector": copy_bytes((out,)) == 16,
-        "scale": scale / problem.softcap if problem.softcap else scale * LOG2E,
-        "softcap": problem.softcap * LOG2E, "logit_scale": scale * LOG2E if plain else 1.0,
+        "q_rows": problem.q.shape[-3], "k_rows": problem.seqlen_k if problem.paged else problem.k.shape[-3],
+        "m_tiles": flat_tiles(problem, m) if flat else -(-problem.seqlen_q // m), "tile_rows": m, "section": section,
+        "window_left": left, "window_right": right, "upper_left": problem.align == "upper_left",
+        "out_vector": copy_bytes((out,)) == 16,
+        "scale": scale / problem.softcap if problem.softcap else scale * unit,
+        "softcap": problem.softcap * unit, "logit_scale": (problem.softcap or scale) * LOG2E if factor_left else LOG2E / unit,
+        "mask_tail": problem.mask_is_tail, "matrix_rows": problem.seqlen_q,
+        "index_bits": sum(1 << n for n, name in enumerate(INDICES) if getattr(getattr(problem, name), "dtype", None) == np.int32),
     }
+    for name, matrix in (("bias", problem.bias), ("mask", problem.mask)):
+        if matrix is not None:
+            r[name] = matrix.pointer
+            r[f"{name}_stride"] = element_strides(matrix, "bhrc")
+            values[f"{name}_columns"] = matrix.shape[-1]
+            values[f"{name}_vector"] = rows_in_eights(matrix) and not (name == "mask" and problem.mask_is_tail)
+    if problem.page_table is not None:
+        values |= {"page_size": problem.page_size, "max_pages": problem.page_table.shape[1], "pages": problem.k.shape[0]}
+        values["page_magic"], values["page_shift"] = page_divisor(problem.page_size)
     for name, value in values.items():
         r[name] = value
     return p

@@ -182,7 +182,7 @@ def bias(value: Any, problem: Problem) -> tuple[ArrayView, tuple[int, ...]]:
     return broadcast_rows(a, "bias", problem, columns=problem.seqlen_k), a.shape
 
 
-def mask(value: Any, problem: Problem, kv_lengths: np.ndarray | None) -> tuple[ArrayView, bool]:
+def mask(value: Any, problem: Problem, kv_lengths: Any) -> tuple[ArrayView, bool]:
     """Boolean mask, True = visible, broadcast to (B, Hq, Sq, Sk), or with Sq columns for the last Sq keys.
 
     Returns the view and whether it covers the last Sq keys only.
@@ -197,6 +197,9 @@ def mask(value: Any, problem: Problem, kv_lengths: np.ndarray | None) -> tuple[A
         if problem.varlen:
             allowed = f"with cu_seqlens it must have 1 or {problem.seqlen_k} (the longest key sequence)"
             raise ValueError(f"mask: shape {a.shape} has {columns} columns; {allowed}")
+        if isinstance(kv_lengths, ArrayView):
+            came = f"{columns} columns, for the last {columns} keys,"
+            raise NotImplementedError(f"mask: {came} need kv_lengths on the host; pass cupy.asnumpy(x)")
         shortest = problem.seqlen_k if kv_lengths is None else int(kv_lengths.min(initial=problem.seqlen_k))
         if columns > shortest:
             came = f"shape {a.shape} has {columns} columns, for the last {columns} keys"

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from . import arrays, checks
+from . import arrays, checks, indices
 from . import options as opts
 from .types import LAYOUTS, ArrayView, Gradients, Problem
 
@@ -52,20 +52,20 @@ def build_varlen(
     canon = canonical_packed if page_table is None else canonical_pages
     q3, k3, v3 = canonical_packed(named["q"], layout, "q"), canon(named["k"], layout, "k"), canon(named["v"], layout, "v")
     checks.heads_and_dims({"q": q3, "k": k3, "v": v3}, layout)
-    cu_q = checks.cu_seqlens(cu_seqlens_q, "cu_seqlens_q", q3.shape[0], "q")
+    cu_q = indices.cu_seqlens(cu_seqlens_q, "cu_seqlens_q", q3.shape[0], "q", q3)
     problem = Problem(
-        q=q3, k=k3, v=v3, batch=cu_q.size - 1, heads_q=q3.shape[1], heads_kv=k3.shape[-2], head_dim=q3.shape[2],
-        head_dim_v=v3.shape[-1], seqlen_q=checks.max_seqlen(max_seqlen_q, "max_seqlen_q", cu_q), cu_seqlens_q=cu_q,
+        q=q3, k=k3, v=v3, batch=cu_q.shape[0] - 1, heads_q=q3.shape[1], heads_kv=k3.shape[-2], head_dim=q3.shape[2],
+        head_dim_v=v3.shape[-1], seqlen_q=indices.max_seqlen(max_seqlen_q, "max_seqlen_q", cu_q, q3.shape[0]), cu_seqlens_q=cu_q,
     )
     if page_table is not None:
         for name, value in (("cu_seqlens_k", cu_seqlens_k), ("max_seqlen_k", max_seqlen_k)):
             if value is not None:
                 raise ValueError(f"{name}: must be None with page_table; the key lengths of a paged cache are kv_lengths")
         return with_options(problem.replace(**pages(page_table, problem.batch, k3.shape[1])), **options)
-    cu_k = checks.cu_seqlens(cu_seqlens_k, "cu_seqlens_k", k3.shape[0], "k")
-    if cu_k.size != cu_q.size:
-        raise ValueError(f"cu_seqlens_k: {cu_k.size} entries, but cu_seqlens_q has {cu_q.size}; both must be (batch + 1,)")
-    longest = checks.max_seqlen(max_seqlen_k, "max_seqlen_k", cu_k)
+    cu_k = indices.cu_seqlens(cu_seqlens_k, "cu_seqlens_k", k3.shape[0], "k", q3)
+    if cu_k.shape != cu_q.shape:
+        raise ValueError(f"cu_seqlens_k: {cu_k.shape[0]} entries, but cu_seqlens_q has {cu_q.shape[0]}; both must be (batch + 1,)")
+    longest = indices.max_seqlen(max_seqlen_k, "max_seqlen_k", cu_k, k3.shape[0])
     return with_options(problem.replace(cu_seqlens_k=cu_k, seqlen_k=longest), **options)
 
 
@@ -84,18 +84,48 @@ def build_decode(
     new = {} if k_new is None else {"k_new": k_new, "v_new": v_new}
     named = checks.same_place_and_dtype(q=q, k_cache=k_cache, v_cache=v_cache, **new)
     problem = dense("decode", {name: named[name] for name in ("q", "k_cache", "v_cache")}, layout, page_table)
-    lengths = checks.lengths_before(kv_lengths, problem)
+    lengths = decode_lengths(kv_lengths, problem)
     if not new:
         return with_options(problem, kv_lengths=lengths, **options), {}
     checks.same_rank(**{name: named[name] for name in ("q", "k_new", "v_new")})
     new = {name: canonical(named[name], layout, name) for name in new}
     count = checks.new_keys(new["k_new"], new["v_new"], problem)
-    checks.append_fits(lengths, count, problem.seqlen_k)
-    problem = with_options(problem, kv_lengths=lengths + count, **options)
+    problem = with_options(problem, kv_lengths=lengths_after(lengths, count, problem), **options)
     checks.caches_can_be_written(problem, new)
     if problem.paged and count:
         checks.written_pages(problem, lengths)
     return problem, new
+
+
+def decode_again(
+    known: Problem, q: Any, k_cache: Any, v_cache: Any, kv_lengths: Any, k_new: Any, v_new: Any, layout: str, stream: Any,
+) -> tuple[Problem, dict[str, ArrayView]]:
+    """As `build_decode`, from a problem on arrays and options of the same signature: what is left to check are values."""
+    named = {"q": (q, "q"), "k": (k_cache, "k_cache"), "v": (v_cache, "v_cache")}
+    fresh = {field: canonical(arrays.view(a, name), layout, name) for field, (a, name) in named.items()}
+    lengths = decode_lengths(kv_lengths, known)
+    if k_new is None:
+        return known.replace(**fresh, kv_lengths=lengths, stream=stream), {}
+    new = {name: canonical(arrays.view(a, name), layout, name) for name, a in (("k_new", k_new), ("v_new", v_new))}
+    count = new["k_new"].shape[1]
+    problem = known.replace(**fresh, kv_lengths=lengths_after(lengths, count, known), stream=stream)
+    checks.caches_can_be_written(problem, new)
+    return problem, new
+
+
+def decode_lengths(kv_lengths: Any, problem: Problem) -> Any:
+    """Checked kv_lengths of decode(): what is in the cache, before new keys."""
+    if kv_lengths is None:
+        raise TypeError("kv_lengths: got None; decode() needs the number of keys that each sequence has in the cache")
+    return indices.per_sequence(kv_lengths, "kv_lengths", problem, *checks.capacity(problem))
+
+
+def lengths_after(lengths: Any, count: int, problem: Problem) -> np.ndarray:
+    """Lengths once ``count`` new keys are in the cache."""
+    if isinstance(lengths, ArrayView):
+        raise NotImplementedError("kv_lengths: on the device, with k_new, it is not supported yet; pass cupy.asnumpy(x)")
+    checks.append_fits(lengths, count, problem.seqlen_k)
+    return lengths + count
 
 
 def build_weights(
@@ -196,12 +226,11 @@ def with_lengths(problem: Problem, kv_lengths: Any, kv_start: Any) -> dict[str, 
     """Checked kv_lengths and kv_start, and the page table entries that they make used."""
     limit, what = checks.capacity(problem)
     if kv_lengths is not None:
-        kv_lengths = checks.per_sequence(kv_lengths, "kv_lengths", problem.batch, limit, what)
+        kv_lengths = indices.per_sequence(kv_lengths, "kv_lengths", problem, limit, what)
     elif problem.paged:
         raise ValueError("kv_lengths: required with page_table; it says how many keys of each sequence exist")
     if kv_start is not None:
-        upper = limit if kv_lengths is None else kv_lengths
-        kv_start = checks.per_sequence(kv_start, "kv_start", problem.batch, upper, "the keys of the sequence")
+        kv_start = indices.start(kv_start, problem, limit, kv_lengths)
     if problem.paged:
         checks.used_pages(problem, kv_lengths)
     return {"kv_lengths": kv_lengths, "kv_start": kv_start}

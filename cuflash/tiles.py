@@ -121,6 +121,43 @@ PREFILL_FA2: dict[str, dict[int, Choice]] = {
     },
 }
 
+# Where a bias or mask, whose share of a tile waits in registers, needs other tiles than `lean`: for a mask or a 16-bit bias alone; and for
+# more (a float32 bias, both, or one of them with pages or narrow copies).
+PREFILL_FA2_ARRAYS: dict[str, dict[int, tuple[Tile, Tile]]] = {
+    "sm_90": {
+        32: (Tile(128, 64, 4, 2, 2), Tile(128, 32, 4, 2, 2)),
+        64: (Tile(128, 64, 4, 2, 2), Tile(128, 32, 4, 2, 2)),
+        96: (Tile(128, 32, 4, 2, 2), Tile(128, 32, 4, 2, 2)),
+        128: (Tile(128, 32, 4, 2, 2), Tile(64, 64, 4, 2, 2)),
+        256: (Tile(64, 64, 4, 1, 2), Tile(64, 32, 4, 2, 2)),
+    },
+    "sm_100": {
+        32: (Tile(128, 64, 4, 2, 2), Tile(128, 32, 4, 2, 2)),
+        64: (Tile(128, 32, 4, 2, 2), Tile(128, 32, 4, 2, 2)),
+        96: (Tile(128, 32, 4, 2, 2), Tile(128, 32, 4, 2, 2)),
+        128: (Tile(128, 32, 4, 2, 2), Tile(64, 64, 4, 2, 2)),
+        256: (Tile(64, 64, 4, 1, 2), Tile(64, 32, 4, 2, 2)),
+    },
+    "sm_80": {
+        32: (Tile(128, 64, 4, 2, 2), Tile(128, 32, 4, 2, 2)),
+        64: (Tile(128, 32, 4, 2, 2), Tile(128, 32, 4, 2, 2)),
+        96: (Tile(128, 32, 4, 2, 2), Tile(128, 32, 4, 2, 2)),
+        128: (Tile(128, 32, 4, 2, 2), Tile(64, 64, 4, 2, 2)),
+        256: (Tile(128, 64, 8, 1, 1), Tile(128, 32, 8, 1, 1)),
+    },
+    "sm_86": {
+        32: (Tile(128, 64, 4, 2, 2), Tile(128, 32, 4, 2, 2)),
+        64: (Tile(128, 32, 4, 2, 2), Tile(128, 32, 4, 2, 2)),
+        96: (Tile(128, 32, 4, 1, 2), Tile(128, 32, 4, 1, 2)),
+        256: (Tile(64, 64, 4, 1, 1), Tile(64, 32, 4, 1, 1)),
+    },
+    "sm_75": {
+        32: (Tile(128, 64, 4, 1, 2), Tile(128, 32, 4, 1, 2)),
+        64: (Tile(128, 32, 4, 1, 2), Tile(128, 32, 4, 1, 2)),
+        96: (Tile(128, 32, 4, 1, 1), Tile(128, 32, 4, 1, 1)),
+    },
+}
+
 
 def family(info: DeviceInfo) -> str:
     """Row of the table: by shared memory, which is what tells the generations apart for this kernel."""
@@ -136,10 +173,15 @@ def head_class(size: int) -> int:
     return next(c for c in HEAD_CLASSES if size <= c)
 
 
-def prefill_fa2(d: int, dv: int, band: bool, lean: bool, info: DeviceInfo) -> Tile | None:
-    """The first tile of the table whose shared memory fits the device, for padded head sizes; None if none does."""
+def prefill_fa2(d: int, dv: int, band: bool, lean: bool, info: DeviceInfo, arrays: int = 0) -> Tile | None:
+    """The first tile of the table whose shared memory fits the device, for padded head sizes; None if none does.
+
+    ``arrays`` is 1 for a column of PREFILL_FA2_ARRAYS, 2 for the other, 0 where there is neither bias nor mask.
+    """
     choice = PREFILL_FA2[family(info)][max(d, dv)]
-    for tile in choice.lean if lean else choice.band if band else choice.full:
+    column = choice.lean if lean or arrays else choice.band if band else choice.full
+    special = PREFILL_FA2_ARRAYS[family(info)].get(max(d, dv))
+    for tile in column if not arrays or special is None else special[arrays - 1 :]:
         if tile.shared_memory(d, dv) <= info.shared_memory_block:
             return tile
     return None

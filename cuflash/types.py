@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import operator
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, get_args
@@ -11,6 +13,16 @@ import numpy as np
 
 UNBOUNDED = -1  # a window side without limit
 HOST = -1  # device number of host memory
+INDICES = ("cu_seqlens_q", "cu_seqlens_k", "kv_lengths", "kv_start")  # fields of a Problem, in the order of the kernels' structs
+
+_FLOAT32, _FLOAT64 = np.dtype(np.float32), np.dtype(np.float64)
+
+
+@functools.lru_cache(maxsize=64)
+def name_of(dtype: np.dtype) -> str:
+    """dtype.name, which NumPy works out anew each time in microseconds."""
+    return dtype.name
+
 
 Layout = Literal["BSHD", "BHSD"]
 LAYOUTS: tuple[str, ...] = get_args(Layout)
@@ -43,7 +55,7 @@ class ArrayView:
     def layout_key(self) -> tuple:
         """What a plan depends on: everything but the address, and but strides that lead nowhere (axes of length 1)."""
         strides = tuple(stride if n > 1 else 0 for n, stride in zip(self.shape, self.strides, strict=True))
-        return (self.shape, strides, self.dtype.str if self.dtype.kind != "V" else self.dtype.name, self.kind, self.device)
+        return (self.shape, strides, self.dtype.str if self.dtype.kind != "V" else name_of(self.dtype), self.kind, self.device)
 
 
 class Sequence(NamedTuple):
@@ -120,11 +132,11 @@ class Problem:
     # softmax
     sinks: np.ndarray | None = None  # (Hq,) float64: natural logits, unscaled, counted once in the LSE
 
-    # sequences
-    cu_seqlens_q: np.ndarray | None = None  # (B + 1,) int64; varlen iff not None
-    cu_seqlens_k: np.ndarray | None = None
-    kv_lengths: np.ndarray | None = None  # (B,) int64
-    kv_start: np.ndarray | None = None  # (B,) int64
+    # sequences: int64 arrays on the host, or ArrayViews of int32 or int64 on the device, which nobody reads but kernels
+    cu_seqlens_q: Any = None  # (B + 1,); varlen iff not None
+    cu_seqlens_k: Any = None
+    kv_lengths: Any = None  # (B,)
+    kv_start: Any = None  # (B,)
     page_table: np.ndarray | None = None  # (B, max_pages) int64; paged iff not None
     page_size: int = 0
 
@@ -152,6 +164,11 @@ class Problem:
         return self.cu_seqlens_q is not None
 
     @property
+    def indices_on_device(self) -> tuple[str, ...]:
+        """Names of the index arrays whose numbers are not known on the host."""
+        return tuple(name for name in INDICES if isinstance(getattr(self, name), ArrayView))
+
+    @property
     def paged(self) -> bool:
         return self.page_table is not None
 
@@ -163,7 +180,7 @@ class Problem:
     @property
     def compute_dtype(self) -> np.dtype:
         """The dtype of softmax statistics and accumulation."""
-        return np.dtype(np.float64 if self.q.dtype == np.float64 else np.float32)
+        return _FLOAT64 if self.q.dtype == _FLOAT64 else _FLOAT32
 
     @property
     def lse_shape(self) -> tuple[int, ...]:
@@ -180,7 +197,9 @@ class Problem:
         return (self.batch, self.heads_q if self.reduce is None else 1, self.seqlen_q, self.seqlen_k)
 
     def sequences(self) -> Iterator[Sequence]:
-        """The sequences of the batch, with their lengths resolved."""
+        """The sequences of the batch, with their lengths resolved; they must be known on the host."""
+        if self.indices_on_device:
+            raise ValueError(f"{', '.join(self.indices_on_device)}: on the device; here the numbers are needed, pass cupy.asnumpy(x)")
         for b in range(self.batch):
             q_begin, q_length = 0, self.seqlen_q
             if self.cu_seqlens_q is not None:
@@ -197,7 +216,14 @@ class Problem:
             yield Sequence(b, q_begin, q_length, k_begin, kv_length, kv_start, position)
 
     def replace(self, **changes: Any) -> Problem:
-        return dataclasses.replace(self, **changes)
+        """As dataclasses.replace, which takes three times as long."""
+        values = dict(zip(_PROBLEM_FIELDS, _problem_values(self), strict=True))
+        values.update(changes)
+        return Problem(**values)
+
+
+_PROBLEM_FIELDS = tuple(f.name for f in dataclasses.fields(Problem))
+_problem_values = operator.attrgetter(*_PROBLEM_FIELDS)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

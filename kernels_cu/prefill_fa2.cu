@@ -18,18 +18,22 @@
 // What an instance fixes. STAGES: tiles of K and of V in shared memory. LOAD: see TileLoader.
 template <
     class In_, class Out_, int DQK_, int DV_, int M_, int N_, int WARPS_, int STAGES_, int GROUPS_, bool Q_IN_RMEM_, int LOAD_, int MASK_,
-    int SCORE_>
+    int SCORE_, bool PAGED_ = false, bool FLAT_ = false>
 struct PrefillFa2 {
     using In = In_;
     using Out = Out_;
     static constexpr int DQK = DQK_, DV = DV_, M = M_, N = N_, STAGES = STAGES_, LOAD = LOAD_, MASK = MASK_, SCORE = SCORE_;
-    static constexpr bool Q_IN_RMEM = Q_IN_RMEM_;
+    static constexpr bool Q_IN_RMEM = Q_IN_RMEM_, PAGED = PAGED_, FLAT = FLAT_;
+    static constexpr int MASK_BYTES = (MASK & MASK_ARRAY) != 0 ? 1 : 0, BIAS_BYTES = bias_bytes(SCORE);  // of an element, if there is one
+    static constexpr bool HIDES = MASK_BYTES + BIAS_BYTES != 0;  // an array can hide any key from any row
+    static constexpr bool CUTS = HIDES || MASK != MASK_LENGTH;   // rows of a block may see different keys
+    using Order = KeyOrder<HIDES>;
     static constexpr int THREADS = 32 * WARPS_;
     static constexpr int GROUPS = GROUPS_;
     static constexpr int WARP_ROWS = M * GROUPS / WARPS_, KEYS = N / GROUPS;  // rows and keys whose scores a warp computes
     static constexpr int MT = WARP_ROWS / 16, NT = KEYS / 8, OT = DV / GROUPS / 8;  // mma tiles of a warp: rows, keys, value columns
     // Few registers are left beside S and O: what follows from the thread's number is worked out anew for every tile.
-    static constexpr bool ROOM = SCORE == SCORE_PLAIN && LOAD > 2 && (GROUPS == 1 || (MASK & MASK_LEFT) == 0);
+    static constexpr bool ROOM = SCORE == SCORE_PLAIN && LOAD > 2 && !HIDES && !PAGED && (GROUPS == 1 || (MASK & MASK_LEFT) == 0);
     static constexpr bool TIGHT = 4 * MT * (NT + OT) >= (ROOM ? 192 : 128);
     using QTile = SmemTile<M, DQK>;
     using KTile = SmemTile<N, DQK>;
@@ -44,9 +48,9 @@ struct PrefillFa2 {
 };
 
 // All tiles of the block. A warp computes those that its own rows may see.
-template <class C> __device__ __forceinline__ void walk(const Block<C>& block, WarpAttention<C>& warp) {
+template <class C> __device__ __forceinline__ void walk(Block<C>& block, WarpAttention<C>& warp) {
     int tile = block.last, first = block.first;
-    if constexpr (C::MASK != MASK_LENGTH) {
+    if constexpr ((C::MASK & MASK_BAND) != 0) {
         const int own_position = block.position + warp.row(threadIdx.x);
         const KeyRange own = block.visible.of_any(own_position, own_position + C::WARP_ROWS - 1);
         const int last = own.empty() ? -1 : (own.end - 1) / C::N;
@@ -54,6 +58,7 @@ template <class C> __device__ __forceinline__ void walk(const Block<C>& block, W
 #pragma unroll 1
         for (; tile >= block.first && tile > last; --tile) block.pass(thread_index<C::TIGHT>(), tile);
     }
+    if (C::HIDES && tile >= first) warp.fetch(block, thread_index(), tile);
 #pragma unroll 1
     for (; tile >= first; --tile) {
         const int thread = thread_index<C::TIGHT>();
@@ -62,7 +67,7 @@ template <class C> __device__ __forceinline__ void walk(const Block<C>& block, W
         block.middle(thread, tile);
         warp.softmax(block, thread, tile);
         block.exchange();
-        warp.values(block, thread, tile);
+        warp.values(block, thread, tile, tile > first);
     }
     if constexpr ((C::MASK & MASK_LEFT) != 0) {
 #pragma unroll 1
@@ -74,7 +79,7 @@ template <class C> __device__ __forceinline__ void walk(const Block<C>& block, W
 // No warp needs shared memory for anything else any more.
 template <class C> __device__ __forceinline__ void finish(const PrefillParams& p, WarpAttention<C>& warp, u32 smem, bool careful) {
     auto& state = warp.state;
-    const WorkItem work = work_item(p, block_index());
+    const WorkItem work = work_item<C::FLAT>(p, block_index());
     const Sequence seq = sequence(p, work.batch);
     const int first_row = work.m_tile * C::M, rows = min(C::M, seq.q_length - first_row);
     const int thread = thread_index(), lane = thread % 32, warp_row = warp.row(thread), group = warp.group(thread);
@@ -101,7 +106,7 @@ template <class C> __device__ __forceinline__ void finish(const PrefillParams& p
             }
     store_fragments<typename C::Out, typename C::OTile, 2 * C::GROUPS, true>(warp.O_rmem, smem, warp_row, 2 * group, lane);
     __syncthreads();
-    if (C::MASK != MASK_LENGTH && careful) {
+    if (C::CUTS && careful) {
         Block<C>(p, work, seq, smem, true).add_not_finite(thread, rows);
         __syncthreads();
     }
@@ -113,8 +118,8 @@ template <class C> __device__ __forceinline__ void finish(const PrefillParams& p
 #pragma unroll
         for (int first = 0; first < 2 * C::MT; first += 4) {  // the four lanes of a row have its numbers alike: each takes another row
             const int row = warp_row + 8 * (first + lane % 4) + lane / 4;
-            const float lse = state.finish(first, lane % 4);
-            if (first + lane % 4 < 2 * C::MT && row < rows) p.lse[offset + (seq.q_begin + first_row + row) * p.lse_stride.row] = lse;
+            if (first + lane % 4 < 2 * C::MT && row < rows)
+                p.lse[offset + (seq.q_begin + first_row + row) * p.lse_stride.row] = warp.lse(first, lane % 4, row, work, seq);
         }
     }
 }
@@ -124,11 +129,11 @@ template <class C> __device__ __forceinline__ void prefill_fa2(const PrefillPara
     bool careful = false;
     while (true) {
         // Which block this is is worked out for every walk: little of it need stay in registers.
-        const WorkItem work = work_item(p, block_index());
+        const WorkItem work = work_item<C::FLAT>(p, block_index());
         const Sequence seq = sequence(p, work.batch);
         const int first_row = work.m_tile * C::M;
         if (first_row >= seq.q_length) return;
-        const Block<C> block(p, work, seq, smem_address(smem), careful);
+        Block<C> block(p, work, seq, smem_address(smem), careful);
         if (block.visible.begin >= block.visible.end) break;
         const TileLoader<typename C::QTile, C::THREADS, C::LOAD> q_loader(p.q, p.q_stride, work.batch, seq.q_begin, work.head, p.head_dim);
         q_loader.load(thread_index(), block.smem, first_row, 0, seq.q_length);
@@ -141,8 +146,8 @@ template <class C> __device__ __forceinline__ void prefill_fa2(const PrefillPara
         walk(block, warp);
         warp.share_sums(block.smem, thread_index());
         // Where rows see different keys, 0 * v of an infinite or NaN v may have reached rows that do not see it: once more, with care.
-        const bool again = __syncthreads_or(C::MASK != MASK_LENGTH && !careful && warp.not_finite());
-        if (C::MASK == MASK_LENGTH || !again) {
+        const bool again = __syncthreads_or(C::CUTS && !careful && warp.not_finite());
+        if (!C::CUTS || !again) {
             warp.gather_sums(block.smem, thread_index());
             break;
         }

@@ -50,7 +50,7 @@ else:
 # Options that a kernel of this version does not have, and the words of its reason; the list only shrinks.
 ABSENT: dict[str, dict[str, str]] = {
     "cuda/fa2": {
-        **{name: f"{name} is not part" for name in ("page_table", "bias", "mask", "score_mod", "mask_mod", "num_splits")},
+        **{name: f"{name} is not part" for name in ("score_mod", "mask_mod", "num_splits")},
         "sqdist": "score='sqdist' is not part",
         "float32": "prefill_fp", "float64": "prefill_fp", "out float64": "with float64 results", "out float32": "with float32 results",
     },

@@ -171,8 +171,8 @@ def test_device_arrays_become_a_problem(fake_cupy):
     for name in ("cpu", "reference"):
         with refused(TypeError, "backend:", repr(name), "NumPy arrays", "GPU 1", "cupy.asnumpy"):
             problem.build_attention(x, x, x, backend=name)
-    with refused(NotImplementedError, "kv_lengths:", "CuPy", "NumPy array or a list"):
-        problem.build_attention(x, x, x, kv_lengths=FakeArray(np.ones(2, np.int32), 1))
+    with refused(NotImplementedError, "sinks:", "CuPy", "NumPy array or a list"):
+        problem.build_attention(x, x, x, sinks=FakeArray(np.ones(3, np.float32), 1))
     with pytest.raises(cuflash.NoBackendError, match="not part of this version"):
         cuflash.planner.choose(built)
 

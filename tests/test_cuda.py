@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import compare
 import numpy as np
 import pytest
@@ -11,7 +13,7 @@ from cases import BF16, BY_NAME, F16, Target
 import cuflash
 from cuflash import device, jit
 from cuflash.backends import naive_cuda
-from cuflash.problem import build_attention
+from cuflash.problem import build_attention, build_varlen
 
 pytestmark = pytest.mark.gpu
 
@@ -137,3 +139,66 @@ def test_what_cannot_be_replayed_is_not_captured(backend, kernel):
         with pytest.raises(RuntimeError, match="cannot be captured"):
             cuflash.attention(q, k, v, **options)
         stream.end_capture()
+
+
+@pytest.mark.parametrize("width", [np.int32, np.int64])
+def test_a_graph_follows_lengths_on_the_device(width):
+    import cupy
+
+    q, k, v = inputs(cupy, 3, 130, 2, 64)
+    lengths, start, out = cupy.asarray([130, 70, 1], width), cupy.asarray([0, 5, 0], width), cupy.empty_like(q)
+    options = {"causal": True, "backend": "cuda", "kernel": "fa2"}
+    with cupy.cuda.Stream(non_blocking=True) as stream:
+        cuflash.attention(q, k, v, kv_lengths=lengths, kv_start=start, out=out, **options)
+        stream.synchronize()
+        stream.begin_capture()
+        cuflash.attention(q, k, v, kv_lengths=lengths, kv_start=start, out=out, **options)
+        graph = stream.end_capture()
+        for numbers in ([130, 70, 1], [5, 130, 0], [64, 65, 129]):
+            lengths[...] = cupy.asarray(numbers, width)
+            out.fill(np.nan)
+            graph.launch(stream)
+            first = [min(n, 5) if i == 1 else 0 for i, n in enumerate(numbers)]
+            want = cuflash.attention(q, k, v, kv_lengths=numbers, kv_start=first, **options)
+            compare.assert_same_bits(out.get(), want.get(), "out")
+
+
+@pytest.mark.parametrize("longest", [None, 70])
+@pytest.mark.parametrize("width", [np.int32, np.int64])
+def test_packed_sequences_of_which_only_the_device_knows_the_lengths(width, longest):
+    import cupy
+
+    q, k, v = inputs(cupy, 200, 4, 64)
+    for cut in ([0, 70, 70, 131, 190], [0, 1, 2, 3, 4], [0, 64, 128, 192, 200], [0, 0, 0, 0, 0]):
+        cu = cupy.asarray(cut, width)
+        out, lse = cupy.full_like(q, np.nan), cupy.full((4, 200), np.nan, np.float32)
+        for _ in range(2):  # cold, warm
+            cuflash.attention_varlen(
+                q, k, v, cu, cu, max_seqlen_q=longest, causal=True, out=out, lse=lse, backend="cuda", kernel="fa2",
+            )
+        want = compare.expect([build_varlen(q.get(), k.get(), v.get(), cut, cut, causal=True)])
+        compare.assert_close(out.get(), want.out[0], want.out_bound, "out")
+        compare.assert_close(lse.get(), want.lse[0], want.lse_bound, "lse")
+
+
+def test_threads_on_streams_of_their_own_do_not_mix():
+    import cupy
+
+    options = {"causal": True, "backend": "cuda", "kernel": "fa2"}
+    work = [[x * (t + 1) for x in inputs(cupy, 1, 65, 2, 64)] for t in range(4)]
+    want = [cuflash.attention(*a, **options).get() for a in work]
+    cupy.cuda.Device().synchronize()
+    wrong: list[int] = []
+
+    def loop(t: int) -> None:
+        with cupy.cuda.Stream(non_blocking=True) as stream:
+            outs = [cuflash.attention(*work[t], **options) for _ in range(200)]
+            stream.synchronize()
+        wrong.extend(t for out in outs if not np.array_equal(out.get(), want[t]))
+
+    threads = [threading.Thread(target=loop, args=(t,)) for t in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong

@@ -11,7 +11,7 @@ import compare
 import devices
 import numpy as np
 import pytest
-from cases import BF16, CASES, F16, F32, Case, Target, absent, case, causal, fixed
+from cases import BF16, CASES, F16, F32, Case, Target, absent, alibi, bias, case, causal, fixed, mask
 from cuflash import device, tiles
 from cuflash import problem as problems
 from cuflash.backends import cuda
@@ -104,12 +104,47 @@ def tile_runs() -> Iterator[Run]:
                         yield of_case(case(f"{name}-strided", f"1,{rows},{keys},1,1,{d - 1}"), dtype, gpu, tile)
 
 
+def array_tile_runs() -> Iterator[Run]:
+    """Each tile for bias and mask: the least and the most that waits in registers, read by whole instructions and one by one."""
+    seen = set()
+    for family, table in tiles.PREFILL_FA2.items():
+        gpu = GPU_OF_FAMILY[family]
+        for d in table:
+            for extra, options in ((1, (bias(hidden=0.1),)), (2, (bias(dtype=F32, hidden=0.1), mask(visible=0.9)))):
+                tile = tiles.prefill_fa2(d, d, False, False, gpu, extra)
+                key = d, tile._replace(resident=0), extra, gpu.cc < (8, 0)
+                if key in seen:
+                    continue
+                seen.add(key)
+                dtype = F16 if gpu.cc < (8, 0) or len(seen) % 2 else BF16
+                name = f"tile-{d}-m{tile.m}n{tile.n}w{tile.warps}s{tile.stages}g{tile.groups}-arrays{extra}"
+                yield of_case(case(name, f"1,{tile.m + 5},{2 * tile.n + 8},1,1,{d}", *options), dtype, gpu)
+                yield of_case(case(f"{name}-odd", f"1,20,{2 * tile.n + 9},1,1,{d - 8}", *options), dtype, gpu)
+
+
 # ---- kinds of problems --------------------------------------------------------------------------------------------------
 
 FURTHER = (
     case("copies-of-8-bytes", "1,70,130,2,1,20", causal),
     case("copies-of-4-bytes", "1,70,130,2,1,34", causal),
     case("softcap-alibi-window", "1,66,130,2,1,40", fixed(softcap=3.0, window=(50, 5), alibi_slopes=[0.5, 0.03])),
+    *(
+        case(f"pages-of-{size}", "2,33,300,2,1,64", causal, page_size=size, kv_lengths=(300, 161))
+        for size in (1, 3, 16, 17, 64, 256)
+    ),
+    case("pages-narrow-copies", "2,33,100,2,1,20", causal, page_size=5, kv_lengths=(100, 61)),
+    case("pages-strided", "2,33,100,2,1,33", causal, page_size=5, kv_lengths=(100, 61), strides="every_other"),
+    case("pages-dv", "2,33,100,2,1,32,64", page_size=5, kv_lengths=(100, 61), kv_start=(3, 0)),
+    case(
+        "pages-bias-mask-window", "2,33,104,4,2,64", fixed(window=(50, 3)), bias(), mask("B 1 Sq Sk", 0.8), page_size=8,
+        kv_lengths=(104, 61),
+    ),
+    *(case(f"bias-columns-{n}", f"1,40,{n},2,1,64", bias(), mask("1 1 Sq Sk", 0.9)) for n in (1, 8, 31, 64, 65, 71, 72, 192)),
+    case("bias-mask-by-elements", "1,40,192,2,1,64", bias(), mask(visible=0.9), strides="every_other"),
+    case("chunk-of-a-prefill", "2,33,300,2,1,64", causal, bias("Hq 1 Sk"), kv_lengths=(300, 161)),
+    case("softcap-alibi-bias32-mask", "1,66,136,2,1,64", fixed(softcap=3.0, window=(90, 5)), alibi(), bias(dtype=F32), mask(visible=0.9)),
+    case("softcap-far", "1,40,130,2,1,64", fixed(softcap=40.0, scale=1e-3)),
+    case("softcap-near", "1,40,130,2,1,64", fixed(softcap=2.0, scale=4.0)),
     case("window-128", "1,150,233,1,1,128", fixed(window=(70, 30))),
     case("window-256", "1,150,233,1,1,256", fixed(window=(70, 30))),
 )
@@ -118,7 +153,7 @@ FURTHER = (
 def kind_runs() -> Iterator[Run]:
     """All cases of the conformance suite that the kernel takes, on the newest and on the oldest code path, and some more."""
     for c in (*CASES, *FURTHER):
-        if F16 not in c.dtypes or c.page_size or c.decode:
+        if F16 not in c.dtypes or c.decode:
             continue
         options: dict[str, object] = {}
         for builder in c.options:
@@ -148,6 +183,27 @@ def with_value(which: int, row: int, value: float, keys: int = 150) -> tuple[np.
     return tuple(arrays)
 
 
+def hidden_keys(dtype: np.dtype, how: str) -> tuple[tuple[np.ndarray, ...], dict[str, np.ndarray]]:
+    """NaN and infinities in keys that a bias or mask hides from all rows, and in values that it hides from some."""
+    q, k, v = normal(64, dtype)
+    rng = np.random.default_rng(1)
+    seen = rng.random((150, 150)) < 0.7
+    k[0, [7, 90], 0, 5], v[0, [7, 90], 0, 5], seen[:, [7, 90]] = (np.nan, np.inf), np.nan, False
+    v[0, [11, 95], 0, [4, 63]] = np.nan, np.inf
+    seen[50] = False  # sees nothing
+    q[0, 50, 0, 0] = np.nan
+    return (q, k, v), {"mask": seen} if how == "mask" else {"bias": np.where(seen, 0.5, -np.inf).astype(F32 if how == "bias32" else dtype)}
+
+
+def lowest_bias(dtype: np.dtype, bias_dtype: np.dtype) -> tuple[tuple[np.ndarray, ...], dict[str, np.ndarray]]:
+    """A row of the least finite biases, one with a larger one, one with -inf beside them, and an ordinary one."""
+    lowest = float(compare.ml_dtypes.finfo(bias_dtype).min)
+    values = np.zeros((5, 150), bias_dtype)
+    values[0] = values[1] = values[2] = lowest
+    values[1, 140], values[2, ::2], values[3] = 3.0, -np.inf, -np.inf
+    return (normal(64, dtype, rows=5)), {"bias": values}
+
+
 def large_logits() -> tuple[np.ndarray, ...]:
     """Logits of which float32 keeps too few digits for a fused product."""
     x = np.full((1, 1, 1, 64), 133120.0).astype(BF16)
@@ -163,10 +219,17 @@ def hard_runs() -> Iterator[Run]:
         yield of_arrays("nan-key", gpu, lambda: with_value(1, 100, np.nan), causal=True)
         yield of_arrays("infinite-key", gpu, lambda: with_value(1, 60, np.inf), causal=True)
         yield of_arrays("nan-query-no-keys", gpu, lambda: with_value(0, 7, np.nan, keys=40), causal=True)
+        for how in ("mask", "bias", "bias32"):
+            arrays, options = hidden_keys(dtype, how)
+            yield of_arrays(f"hidden-keys-{how}", gpu, lambda a=arrays: a, **options)
+            yield of_arrays(f"hidden-keys-{how}-causal", gpu, lambda a=arrays: a, causal=True, softcap=5.0, **options)
+        for bias_dtype in (dtype, F32):
+            arrays, options = lowest_bias(dtype, bias_dtype)
+            yield of_arrays(f"lowest-bias-{bias_dtype.name}", gpu, lambda a=arrays: a, **options)
     yield of_arrays("large-logits", H200, large_logits)
 
 
-RUNS = {run.name: run for runs in (tile_runs(), kind_runs(), hard_runs()) for run in runs}
+RUNS = {run.name: run for runs in (tile_runs(), array_tile_runs(), kind_runs(), hard_runs()) for run in runs}
 
 
 # ---- the test -----------------------------------------------------------------------------------------------------------
@@ -177,7 +240,7 @@ def emulator(request, tmp_path_factory):
     """Compiles what the tests that were asked for need, in their order, while the first of them run already."""
     made = emulate.Emulator(tmp_path_factory.mktemp("emulated"))
     for item in request.session.items:
-        run = RUNS.get(item.callspec.params["name"]) if item.module is request.module else None
+        run = RUNS.get(item.callspec.params.get("name")) if item.module is request.module else None
         if run is not None:
             made.prepare(run.instance(run.build()[0]), run.gpu)
     yield made
@@ -202,7 +265,8 @@ def test_results_and_accesses(emulator, name):
 
 @pytest.mark.parametrize("name", ["kv_lengths", "kv_start", "cu_seqlens_q", "cu_seqlens_k"])
 @pytest.mark.parametrize("gpu", [H200, T4], ids=lambda gpu: gpu.name)
-def test_index_arrays_are_clamped(emulator, gpu, name):
+@pytest.mark.parametrize("width", [np.int32, np.int64])
+def test_index_arrays_are_clamped(emulator, width, gpu, name):
     """What a GPU holds is not checked beforehand: the kernel reads and writes inside the arrays whatever it says."""
     rng = np.random.default_rng(0)
     q, k, v = (rng.standard_normal((90, 2, 16)).astype(F16) for _ in range(3))
@@ -210,10 +274,40 @@ def test_index_arrays_are_clamped(emulator, gpu, name):
     out, lse = np.full((90, 2, 16), np.nan, F16), np.full((2, 90), np.nan, F32)
     problem = problems.with_outputs(plain, out, lse, True, "BSHD", 3)[0]
     bad = {"kv_lengths": [10**12, -3], "kv_start": [-(10**12), 41], "cu_seqlens_q": [-5, 40, 90], "cu_seqlens_k": [50, 10**10, -1]}
+    numbers = np.clip(bad[name], np.iinfo(width).min, np.iinfo(width).max).astype(width)
     for side in ("end", "start"):
-        emulator.run(problem.replace(**{name: np.array(bad[name])}), gpu, side=side)
+        emulator.run(problem.replace(**{name: numbers}), gpu, side=side)
     if name in ("kv_start", "cu_seqlens_q"):  # like 0 and an empty sequence, and like the right number
         clamped = plain.replace(kv_start=np.array([0, 40])) if name == "kv_start" else plain
         want = compare.expect([clamped])
+        compare.assert_close(out, want.out[0], want.out_bound, "out")
+        compare.assert_close(lse, want.lse[0], want.lse_bound, "lse")
+
+
+@pytest.mark.parametrize("page_size", [1, 3, 16])
+@pytest.mark.parametrize("gpu", [H200, T4], ids=lambda gpu: gpu.name)
+def test_bad_pages_are_not_followed(emulator, gpu, page_size):
+    """Rows that see a key of such a page become NaN, others stay as they were; lengths beyond the table count as its capacity."""
+    rng = np.random.default_rng(page_size)
+    keys, slots = 96, 96 // page_size
+    k, v = (rng.standard_normal((2, keys, 1, 16)).astype(F16) for _ in range(2))
+    q = rng.standard_normal((2, keys, 2, 16)).astype(F16)
+    table = rng.permutation(2 * slots).reshape(2, slots)
+    pages = [np.empty((2 * slots, page_size, 1, 16), F16) for _ in range(2)]
+    for a, source in zip(pages, (k, v), strict=True):
+        a[table] = source.reshape(2, slots, page_size, 1, 16)
+    good = problems.build_attention(q, *pages, page_table=table, kv_lengths=[keys, keys], window=(40, 0))
+    out, lse = np.full(q.shape, np.nan, F16), np.full((2, 2, keys), np.nan, F32)
+    problem = problems.with_outputs(good, out, lse, True, "BSHD", 4)[0]
+    broken = table.copy()
+    broken[0, 48 // page_size], broken[1, 90 // page_size] = -1, 2 * slots
+    hidden = np.zeros((2, keys), bool)  # keys of bad pages
+    for b, first in ((0, 48 // page_size), (1, 90 // page_size)):
+        hidden[b, first * page_size : (first + 1) * page_size] = True
+    k[hidden] = np.nan
+    want = compare.expect([problems.build_attention(q, k, np.where(hidden[..., None, None], F16.type(0), v), window=(40, 0))])
+    assert 0 < np.isnan(want.lse[0]).sum() < want.lse[0].size
+    for side in ("end", "start"):
+        emulator.run(problem.replace(page_table=broken, kv_lengths=np.array([10**12, keys])), gpu, side=side)
         compare.assert_close(out, want.out[0], want.out_bound, "out")
         compare.assert_close(lse, want.lse[0], want.lse_bound, "lse")

@@ -35,8 +35,8 @@ def problem(shape=(2, 256, 4, 64), heads_kv=None, dv=None, dtype=F16, sk=None, *
 @pytest.mark.parametrize("dv", tiles.HEAD_CLASSES)
 def test_a_tile_fits_every_gpu(name, d, dv):
     info = device.KNOWN[name]
-    for band, lean in itertools.product((False, True), repeat=2):
-        tile = tiles.prefill_fa2(d, dv, band, lean, info)
+    for band, lean, extra in itertools.product((False, True), (False, True), (0, 1, 2)):
+        tile = tiles.prefill_fa2(d, dv, band, lean, info, extra)
         assert tile is not None
         assert tile.shared_memory(d, dv) <= info.shared_memory_block
         assert tile.m % (16 * tile.warps) == 0 and tile.n % 16 == 0
@@ -47,8 +47,8 @@ def test_a_tile_fits_every_gpu(name, d, dv):
 def test_resident_blocks_fit_the_multiprocessor(name, d):
     """What launch bounds promise must not be undone by shared memory or threads."""
     info = device.KNOWN[name]
-    for band, lean in itertools.product((False, True), repeat=2):
-        tile = tiles.prefill_fa2(d, d, band, lean, info)
+    for band, lean, extra in itertools.product((False, True), (False, True), (0, 1, 2)):
+        tile = tiles.prefill_fa2(d, d, band, lean, info, extra)
         reserved = tiles.RESERVED_SHARED_MEMORY if info.cc >= (8, 0) else 0
         assert tile.resident * (tile.shared_memory(d, d) + reserved) <= info.shared_memory_sm
         assert tile.resident * tile.threads <= info.threads_sm
@@ -163,8 +163,7 @@ def test_decline_says_why(monkeypatch):
     assert "prefill_fp" in reason("H200", dtype=np.dtype(np.float32))
     assert "8.0" in reason("T4", dtype=BF16)
     assert "256" in reason("H200", shape=(1, 8, 1, 257))
-    assert "bias" in reason("H200", bias=np.zeros((256, 256), F16))
-    assert "mask" in reason("H200", mask=np.ones((256, 256), bool))
+    assert reason("H200", bias=np.zeros((256, 256), F16), mask=np.ones((256, 256), bool)) is None
     assert "score_mod" in reason("H200", score_mod="s")
     monkeypatch.setattr(cuda, "unusable", lambda: "no GPU")
     p = problem()
@@ -214,3 +213,43 @@ def test_every_tile_of_the_grid_is_done_once():
             size = min(section, pairs - first)
             done.append((first + rest % size, m_tiles - 1 - rest // size))
         assert sorted(done) == sorted(itertools.product(range(pairs), range(m_tiles)))
+
+
+# ---- biases, masks and pages ----------------------------------------------------------------------------------------------
+
+
+def test_pages_are_found_by_a_multiplication():
+    rng = np.random.default_rng(0)
+    for size in (1, 2, 3, 5, 7, 16, 17, 64, 100, 255, 256, 257, 65535, (1 << 20) + 1, 1 << 30, (1 << 31) - 1):
+        magic, shift = launch.page_divisor(size)
+        assert magic < 1 << 32 and shift < 64
+        multiples = size * rng.integers(0, (1 << 31) // size + 1, 200)
+        keys = np.concatenate([multiples - 1, multiples, multiples + 1, rng.integers(0, 1 << 31, 200), [0, (1 << 31) - 1]])
+        keys = keys[(keys >= 0) & (keys < 1 << 31)]
+        assert [int(k) * magic >> shift for k in keys] == (keys // size).tolist()
+
+
+def test_which_biases_are_read_by_whole_instructions():
+    p = problem((2, 256, 4, 64), bias=np.zeros((4, 256, 256), F16), mask=np.ones((256, 256), bool))
+
+    def flags(**changes):
+        r = launch.pack_prefill(p.replace(**changes), 128, 1, False, {})[0]
+        return bool(r["bias_vector"]), bool(r["mask_vector"])
+
+    def moved(a, pointer=1 << 12, **changes):
+        return dataclasses.replace(a, pointer=pointer, **changes)
+
+    assert flags(bias=moved(p.bias), mask=moved(p.mask)) == (True, True)
+    assert flags(bias=moved(p.bias, (1 << 12) + 8), mask=moved(p.mask, (1 << 12) + 8)) == (False, True)
+    assert flags(bias=moved(p.bias), mask=moved(p.mask, (1 << 12) + 4)) == (True, False)
+    assert flags(bias=moved(p.bias), mask=moved(p.mask), mask_is_tail=True) == (True, False)
+    assert flags(bias=moved(p.bias, strides=(0, 131072, 514, 2)), mask=moved(p.mask, strides=(0, 0, 256, 2))) == (False, False)
+    r = launch.pack_prefill(p, 128, 1, False, {})[0]
+    assert r["bias_stride"].tolist() == [0, 256, 65536, 1] and r["mask_stride"].tolist() == [0, 256, 0, 1]
+    assert (r["matrix_rows"], r["bias_columns"], r["mask_columns"], r["mask_tail"]) == (256, 256, 256, 0)
+    assert math.isclose(r["scale"], 0.125) and math.isclose(r["logit_scale"], launch.LOG2E, rel_tol=1e-7)  # natural logits
+
+
+def test_entries_of_a_page_table_that_do_not_fit_are_bad():
+    table = np.array([[0, 2**31 - 1, 2**31, -1, -(2**40), 2**40]])
+    assert launch.page_entries(table).tolist() == [[0, 2**31 - 1, -1, -1, -1, -1]] and launch.page_entries(table).dtype == np.int32

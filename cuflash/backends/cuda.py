@@ -12,17 +12,21 @@ import numpy as np
 
 from .. import device, jit, launch, tiles
 from ..tiles import Tile
-from ..types import HOST, UNBOUNDED, Plan, Problem
+from ..types import HOST, INDICES, UNBOUNDED, ArrayView, Plan, Problem, name_of
 from . import naive_cuda, packed
 
 NAME = "cuda"
 KERNELS = ("fa2", "naive")
 
-MASK_LENGTH, MASK_RIGHT, MASK_LEFT = 0, 1, 2  # as in mask.cuh
-SCORE_PLAIN, SCORE_SCALED, SCORE_SOFTCAP, SCORE_ALIBI = 0, 1, 2, 4  # as in score.cuh
+MASK_LENGTH, MASK_RIGHT, MASK_LEFT, MASK_ARRAY = 0, 1, 2, 4  # as in mask.cuh
+SCORE_PLAIN, SCORE_SCALED, SCORE_SOFTCAP, SCORE_ALIBI, SCORE_BIAS, SCORE_BIAS32 = 0, 1, 2, 4, 8, 16  # as in score.cuh
 TYPES = {"float16": "Fp16", "bfloat16": "Bf16"}
 SHORT_TYPES = {"float16": "fp16", "bfloat16": "bf16"}
 LARGEST_GRID = 2**31 - 1
+CLEAR_ROWS = 128  # of a block of clear_rows.cu
+TAKES_DEVICE_INDICES = ("fa2",)  # kernels that read lengths and cu_seqlens where they are
+# Arrays of a call that were made for it alone, or that results may overlap: with them no launch is prepared.
+OWN_ARRAYS = ("page_table", "alibi_slopes", "sinks", "bias", "mask")
 
 
 @dataclass(frozen=True)
@@ -37,6 +41,8 @@ class Instance:
     mask: int = MASK_LENGTH
     score: int = SCORE_PLAIN
     load: int = 16
+    paged: bool = False
+    flat: bool = False  # the longest of the packed sequences is not known
 
     @property
     def name(self) -> str:
@@ -46,13 +52,23 @@ class Instance:
         words = ["prefill_fa2", SHORT_TYPES[self.dtype], heads, tile]
         if self.out != self.dtype:
             words.append(f"to_{SHORT_TYPES[self.out]}")
-        if self.mask != MASK_LENGTH:
+        if self.mask & (MASK_LEFT | MASK_RIGHT):
             words.append("window" if self.mask & MASK_LEFT else "causal")
-        for bit, word in ((SCORE_SCALED, "scaled"), (SCORE_SOFTCAP, "softcap"), (SCORE_ALIBI, "alibi")):
+        words += ["mask"] * bool(self.mask & MASK_ARRAY)
+        for bit, word in (
+            (SCORE_SCALED, "scaled"), (SCORE_SOFTCAP, "softcap"), (SCORE_ALIBI, "alibi"), (SCORE_BIAS, "bias"), (SCORE_BIAS32, "bias32"),
+        ):
             words += [word] * bool(self.score & bit)
+        words += ["paged"] * self.paged
+        words += ["flat"] * self.flat
         if self.load != 16:
             words.append("strided" if self.load == 2 else f"load{self.load}")
         return "_".join(words)
+
+    @property
+    def factor_left(self) -> bool:
+        """Whether the scores of this kind leave a factor to the exponential."""
+        return self.score in (SCORE_PLAIN, SCORE_SOFTCAP)
 
     @property
     def shared_memory(self) -> int:
@@ -61,7 +77,10 @@ class Instance:
     @functools.cached_property
     def source(self) -> jit.Source:
         t = self.tile
-        numbers = (self.d, self.dv, t.m, t.n, t.warps, t.stages, t.groups, str(t.q_registers).lower(), self.load, self.mask, self.score)
+        numbers = (
+            self.d, self.dv, t.m, t.n, t.warps, t.stages, t.groups, str(t.q_registers).lower(), self.load, self.mask, self.score,
+            str(self.paged).lower(), *("true",) * self.flat,
+        )
         stub = (
             f"using Instance = PrefillFa2<{TYPES[self.dtype]}, {TYPES[self.out]}, {', '.join(map(str, numbers))}>;\n"
             f'static_assert(sizeof(PrefillParams) == {launch.PREFILL_PARAMS.itemsize}, "launch.py mirrors params.cuh");\n'
@@ -100,13 +119,12 @@ def decline(problem: Problem, kernel: str) -> str | None:
     """Why this backend does not run this problem with this kernel, or None."""
     if kernel == "naive":
         return naive_cuda.decline(problem)
-    dtype, out = problem.q.dtype.name, problem.out_dtype.name
+    dtype, out = name_of(problem.q.dtype), name_of(problem.out_dtype)
     if dtype in ("float32", "float64"):
         return f"{dtype} arrays need the kernel prefill_fp, which is not part of this version; float16 and bfloat16 run"
     if dtype not in TYPES or out not in TYPES:
         return f"{dtype} arrays with {out} results; it weighs values in 16 bits, so that it offers float16 and bfloat16 results only"
     absent = {
-        "page_table": problem.paged, "bias": problem.bias is not None, "mask": problem.mask is not None,
         "score_mod": problem.score_mod is not None, "mask_mod": problem.mask_mod is not None, "score='sqdist'": problem.score == "sqdist",
         "num_splits": (problem.num_splits or 1) > 1,
     }
@@ -142,16 +160,36 @@ def instance(problem: Problem, info: device.DeviceInfo) -> Instance | None:
     d, dv = tiles.head_class(problem.head_dim), tiles.head_class(problem.head_dim_v)
     left, right = (side != UNBOUNDED for side in problem.window)
     mask = MASK_RIGHT | MASK_LEFT if left else MASK_RIGHT if right else MASK_LENGTH
+    if problem.mask is not None:
+        mask |= MASK_ARRAY
     load, score = launch.copy_bytes((problem.q, problem.k, problem.v)), score_kind(problem)
-    tile = tiles.prefill_fa2(d, dv, mask != MASK_LENGTH, score != SCORE_PLAIN or load <= 4, info)
+    flat = is_flat(problem)
+    tile = tile_for(d, dv, mask, score, load, problem.paged, flat, info)
     if tile is None:
         return None
-    return Instance(problem.q.dtype.name, problem.out_dtype.name, d, dv, tile, mask, score, load)
+    return Instance(name_of(problem.q.dtype), name_of(problem.out_dtype), d, dv, tile, mask, score, load, problem.paged, flat)
+
+
+def is_flat(problem: Problem) -> bool:
+    """Whether packed sequences share one row of tiles, because nothing is known of the longest."""
+    unknown = isinstance(problem.cu_seqlens_q, ArrayView) and problem.batch > 1 and problem.seqlen_q >= problem.q.shape[0]
+    return unknown and name_of(problem.q.dtype) in TYPES
+
+
+def tile_for(d: int, dv: int, mask: int, score: int, load: int, paged: bool, flat: bool, info: device.DeviceInfo) -> Tile | None:
+    """The tile of an instance for padded head sizes, or None if none fits the GPU."""
+    lean = score != SCORE_PLAIN or load <= 4 or paged or flat
+    arrays = bool(mask & MASK_ARRAY) + bool(score & SCORE_BIAS) + 2 * bool(score & SCORE_BIAS32)
+    if arrays:
+        arrays = min(2, arrays + (paged or load <= 4))
+    return tiles.prefill_fa2(d, dv, bool(mask & (MASK_LEFT | MASK_RIGHT)), lean, info, arrays)
 
 
 def score_kind(problem: Problem) -> int:
     """SCORE_PLAIN where the scale can be folded into the exponential, else what the logits need."""
     kind = (SCORE_SOFTCAP if problem.softcap else 0) | (SCORE_ALIBI if problem.alibi_slopes is not None else 0)
+    if problem.bias is not None:
+        kind |= SCORE_BIAS if problem.bias.dtype == problem.q.dtype else SCORE_BIAS32
     foldable = 1e-30 < float(problem.scale) * launch.LOG2E < 1e30  # type: ignore[arg-type]
     return kind if kind or foldable else SCORE_SCALED
 
@@ -176,20 +214,24 @@ def _section(problem: Problem, chosen: Instance, info: device.DeviceInfo) -> int
     """(batch, head) pairs whose tiles are handed out together.
 
     Where every row sees all keys, all tiles cost the same, and one head after the other keeps its keys and values in the L2 cache. Else
-    the longest tiles of as many heads as fit most of the cache start together, so that none of them ends alone; and sections are of
-    equal size, as the long tiles of a small one at the end would leave most of the GPU idle (up to 10 % on an H200).
+    the longest tiles of as many heads as fit most of the cache start together, so that none of them ends alone, and likewise those that
+    read the same rows of a bias or mask; and sections are of equal size, as the long tiles of a small one at the end would leave most of
+    the GPU idle (up to 10 % on an H200).
     """
-    pairs = max(1, problem.batch * problem.heads_q)
-    if chosen.mask == MASK_LENGTH:
+    pairs = max(1, problem.heads_q if chosen.flat else problem.batch * problem.heads_q)
+    shared = any(a is not None and a.strides[1] == 0 and a.strides[2] != 0 for a in (problem.bias, problem.mask))
+    if not chosen.mask & (MASK_LEFT | MASK_RIGHT) and not shared:
         return 1
     bytes_per_pair = 2 * problem.seqlen_k * (problem.head_dim + problem.head_dim_v) // problem.group_size
-    m_tiles = max(1, -(-problem.seqlen_q // chosen.tile.m))
+    m_tiles = max(1, launch.flat_tiles(problem, chosen.tile.m) if chosen.flat else -(-problem.seqlen_q // chosen.tile.m))
     most = max(1, min(pairs, info.l2_bytes * 3 // 4 // max(1, bytes_per_pair), LARGEST_GRID // m_tiles))
     sections = -(-pairs // most)
     return -(-pairs // sections)
 
 
 def _grid(problem: Problem, tile: Tile) -> int:
+    if is_flat(problem):
+        return problem.heads_q * launch.flat_tiles(problem, tile.m) if problem.q.shape[0] else 0
     return problem.batch * problem.heads_q * -(-problem.seqlen_q // tile.m)
 
 
@@ -198,18 +240,64 @@ def run(plan: Plan, problem: Problem) -> None:
     if plan.kernel == "naive":
         naive_cuda.run(plan, problem)
         return
-    chosen, section = plan.extra
-    if problem.varlen:
-        packed.clear_slack(problem)
-    # The arrays of this run may be aligned otherwise than those that the plan was made for.
-    ready = with_load(chosen, launch.copy_bytes((problem.q, problem.k, problem.v)), device.probe(problem.q.device))
-    grid = _grid(problem, ready.tile)
-    if grid == 0:
+    ready, steps = _steps(plan, problem)
+    if not steps and not problem.varlen:
         return
-    function = jit.function(ready.source, problem.q.device, ready.shared_memory)
     with _small_arrays(problem) as pointers:
-        params = launch.pack_prefill(problem, ready.tile.m, section, ready.score == SCORE_PLAIN, pointers)
-        launch.launch(function, grid, ready.tile.threads, ready.shared_memory, params, launch.stream_pointer(None))
+        if isinstance(problem.cu_seqlens_q, np.ndarray):
+            packed.clear_slack(problem)
+        params = _params(plan, problem, ready, pointers)
+        for step in steps:
+            launch.launch(*step, params, launch.stream_pointer(None))
+
+
+def prepare(plan: Plan, problem: Problem) -> launch.Prepared | None:
+    """The launch of ``run`` for calls that differ in addresses alone; None if a call has more to do.
+
+    It takes the addresses of q, k, v, out and lse, which must be aligned as those of the problem are; and where index arrays are on
+    the device, those of the four.
+    """
+    if plan.kernel == "naive" or any(getattr(problem, name) is not None for name in OWN_ARRAYS):
+        return None
+    if any(isinstance(getattr(problem, name), np.ndarray) for name in INDICES):
+        return None
+    ready, steps = _steps(plan, problem)
+    if not steps:
+        return None
+    return launch.Prepared(steps, _params(plan, problem, ready, {}), addresses=5 + len(launch.index_addresses(problem)))
+
+
+def _steps(plan: Plan, problem: Problem) -> tuple[Instance, list[launch.Step]]:
+    """The planned instance for the arrays of this run, which may be aligned otherwise than those of the plan; and what is launched."""
+    place = problem.q.device
+    ready = with_load(plan.extra[0], launch.copy_bytes((problem.q, problem.k, problem.v)), device.probe(place))
+    steps = []
+    rows, grid = problem.q.shape[0], _grid(problem, ready.tile)
+    if isinstance(problem.cu_seqlens_q, ArrayView) and rows and problem.heads_q:
+        clear = clear_source(problem.out_dtype.itemsize, problem.compute_dtype.itemsize, ready.flat)
+        steps.append(launch.Step(jit.function(clear, place), -(-rows // CLEAR_ROWS), CLEAR_ROWS))
+    if grid:
+        function = jit.function(ready.source, place, ready.shared_memory)
+        steps.append(launch.Step(function, grid, ready.tile.threads, ready.shared_memory))
+    return ready, steps
+
+
+def _params(plan: Plan, problem: Problem, ready: Instance, pointers: dict[str, int]) -> np.ndarray:
+    return launch.pack_prefill(problem, ready.tile.m, plan.extra[1], ready.factor_left, pointers, ready.flat)
+
+
+@functools.cache
+def clear_source(out_bytes: int, lse_bytes: int, flat: bool) -> jit.Source:
+    """The kernel that clears the rows which others leave, where cu_seqlens_q is on the device; for elements of so many bytes."""
+    name = f"clear_rows_out{8 * out_bytes}_lse{8 * lse_bytes}" + "_flat" * flat
+    stub = (
+        f'static_assert(sizeof(PrefillParams) == {launch.PREFILL_PARAMS.itemsize}, "launch.py mirrors params.cuh");\n'
+        f'static_assert(CLEAR_ROWS == {CLEAR_ROWS}, "as cuda.py has it");\n'
+        f'extern "C" __global__ void __launch_bounds__(CLEAR_ROWS) {name}(const __grid_constant__ PrefillParams p) {{\n'
+        f"    clear_rows<u{8 * out_bytes}, {'double' if lse_bytes == 8 else 'float'}, {str(flat).lower()}>(p);\n"
+        "}\n"
+    )
+    return jit.Source("clear_rows.cu", stub, name)
 
 
 @functools.lru_cache(maxsize=512)
@@ -217,28 +305,19 @@ def with_load(chosen: Instance, load: int, info: device.DeviceInfo) -> Instance:
     """The instance for arrays that allow copies of ``load`` bytes."""
     if load == chosen.load:
         return chosen
-    tile = chosen.tile
-    if load <= 4:
-        tile = tiles.prefill_fa2(chosen.d, chosen.dv, chosen.mask != MASK_LENGTH, True, info) or tile
+    tile = tile_for(chosen.d, chosen.dv, chosen.mask, chosen.score, load, chosen.paged, chosen.flat, info) or chosen.tile
     return dataclasses.replace(chosen, tile=tile, load=load)
 
 
 @contextlib.contextmanager
 def _small_arrays(problem: Problem) -> Iterator[dict[str, int]]:
-    """Device addresses of lengths, slopes and sinks; their memory goes back to the pool, in the stream's order, afterwards."""
+    """Device addresses of the problem's small arrays; their memory goes back to the pool, in the stream's order, afterwards."""
     import cupy
 
-    wanted: dict[str, np.ndarray] = {}
-    for name in ("cu_seqlens_q", "cu_seqlens_k", "kv_lengths", "kv_start"):
-        value = getattr(problem, name)
-        if value is not None:
-            wanted[name] = np.ascontiguousarray(value, np.int64)
-    for name in ("alibi_slopes", "sinks"):
-        value = getattr(problem, name)
-        if value is not None:
-            wanted[name] = np.ascontiguousarray(value * launch.LOG2E, np.float32)
+    wanted = launch.small_arrays(problem)
+    here = {name: value.pointer for name in INDICES if isinstance(value := getattr(problem, name), ArrayView)}
     if not wanted:
-        yield {}
+        yield here
         return
     launch.refuse_capture(f"the copy on the device of {', '.join(wanted)}, which came as a host array,")
     # One copy for all of them; each begins at a multiple of 8 bytes.
@@ -250,13 +329,15 @@ def _small_arrays(problem: Problem) -> Iterator[dict[str, int]]:
         parts.append(data)
         total += len(data)
     on_device = cupy.asarray(np.frombuffer(b"".join(parts), np.uint8))
-    yield {name: on_device.data.ptr + offset for name, offset in offsets.items()}
+    yield {**here, **{name: on_device.data.ptr + offset for name, offset in offsets.items()}}
 
 
 def instances(arch: str) -> Iterator[jit.Source]:
     """Every common instance for an architecture such as "sm_90a": for precompilation."""
     for chosen in common(arch):
         yield chosen.source
+    for flat in (False, True):
+        yield clear_source(2, 4, flat)
     yield from naive_cuda.instances(arch)
 
 
@@ -265,10 +346,13 @@ def common(arch: str) -> Iterator[Instance]:
     info = representative(arch)
     dtypes = ("float16",) if info.cc < (8, 0) else ("float16", "bfloat16")
 
-    def make(dtype: str, d: int, mask: int, load: int = 16, score: int = SCORE_PLAIN, out: str | None = None) -> Instance:
-        tile = tiles.prefill_fa2(d, d, mask != MASK_LENGTH, score != SCORE_PLAIN or load <= 4, info)
+    def make(
+        dtype: str, d: int, mask: int, load: int = 16, score: int = SCORE_PLAIN, out: str | None = None, paged: bool = False,
+        flat: bool = False,
+    ) -> Instance:
+        tile = tile_for(d, d, mask, score, load, paged, flat, info)
         assert tile is not None
-        return Instance(dtype, out or dtype, d, d, tile, mask, score, load)
+        return Instance(dtype, out or dtype, d, d, tile, mask, score, load, paged, flat)
 
     for d in tiles.HEAD_CLASSES:
         for dtype in dtypes:
@@ -276,10 +360,19 @@ def common(arch: str) -> Iterator[Instance]:
                 yield make(dtype, d, mask)
     for d in (64, 128):
         yield make("float16", d, MASK_RIGHT | MASK_LEFT)
+        yield make("float16", d, MASK_RIGHT, flat=True)
         for load in (8, 4, 2):
             yield make("float16", d, MASK_RIGHT, load=load)
         for score in (SCORE_SCALED, SCORE_SOFTCAP, SCORE_ALIBI, SCORE_SOFTCAP | SCORE_ALIBI):
             yield make("float16", d, MASK_RIGHT, score=score)
+        for mask, score in (
+            (MASK_LENGTH, SCORE_BIAS), (MASK_RIGHT, SCORE_BIAS32), (MASK_LENGTH | MASK_ARRAY, SCORE_PLAIN),
+            (MASK_RIGHT | MASK_ARRAY, SCORE_BIAS),
+        ):
+            yield make("float16", d, mask, score=score)
+        yield make("float16", d, MASK_RIGHT, paged=True)
+        everything = SCORE_SOFTCAP | SCORE_ALIBI | SCORE_BIAS32
+        yield make("float16", d, MASK_RIGHT | MASK_LEFT | MASK_ARRAY, score=everything, paged=True)
     if "bfloat16" in dtypes:
         yield make("float16", 64, MASK_LENGTH, out="bfloat16")
 

@@ -28,13 +28,29 @@ template <int ROWS_, int COLUMNS> struct SmemTile {
     }
 };
 
+// Which key the rows of a tile of keys, and so the columns of scores, stand for. A lane holds columns 8 nt + 2 (l % 4) + c of its rows.
+// In order, they are keys of these numbers. GROUPED: within 32 keys the rows of the tile are permuted so that a lane's 8 columns of 4
+// neighbouring products are 8 neighbouring keys, which it reads from a bias or mask array at once.
+template <bool GROUPED> struct KeyOrder {
+    static constexpr int LANE = GROUPED ? 8 : 2;  // keys between lanes
+
+    // Key of the lane's first column of product nt, counted from that of product 0; the second column is the next key.
+    static __device__ constexpr int key(int nt) { return GROUPED ? nt / 4 * 32 + nt % 4 * 2 : 8 * nt; }
+
+    // The tile's row where a key goes.
+    static __device__ __forceinline__ int row(int key) {
+        return GROUPED ? (key & ~31) | (key & 6) << 2 | (key >> 2 & 6) | (key & 1) : key;
+    }
+};
+
 // Copies tiles of rows of one (batch, head) into shared memory; what lies outside the array becomes 0.
 // LOAD: bytes of one copy. 16, 8, 4: columns are contiguous, addresses and the head size are multiples of it. 2: any strides.
-template <class Tile, int THREADS, int LOAD> struct TileLoader {
+template <class Tile, int THREADS, int LOAD, bool GROUPED = false> struct TileLoader {
+    using Order = KeyOrder<GROUPED>;
     static constexpr int PASS = THREADS / Tile::CHUNKS;  // rows that the threads cover at a time
     static constexpr int PASSES = (Tile::ROWS + PASS - 1) / PASS;
     static constexpr int UNROLL = LOAD == 16 && CUFLASH_ARCH >= 800 ? PASSES : 1;  // what goes through registers would fill them
-    static_assert(PASS % 8 == 0, "the swizzle of a thread's rows must not change");
+    static_assert(PASS % (GROUPED ? 16 : 8) == 0, "the swizzle of a thread's rows must not change, or in every other pass");
 
     const u16* first_gmem;  // row 0, column 0
     i64 row_stride, column_stride;
@@ -77,14 +93,14 @@ template <class Tile, int THREADS, int LOAD> struct TileLoader {
         return column < columns ? u32(first_gmem[row * row_stride + column * column_stride]) : 0u;
     }
 
-  private:
+  protected:
     static_assert(Tile::ROWS % PASS == 0 || PASS % Tile::ROWS == 0, "");
     static constexpr int OWN_CHUNKS = PASSES * Tile::BLOCKS;
 
     // The i-th chunk that this thread copied. Where a pass has more rows than the tile, threads past its end name a chunk of others.
     static __device__ __forceinline__ u32 own_chunk(int thread, u32 tile_smem, int i) {
         const int row = thread / Tile::CHUNKS % Tile::ROWS + i / Tile::BLOCKS * PASS;
-        return tile_smem + i % Tile::BLOCKS * Tile::BLOCK_BYTES + Tile::offset(row, thread % Tile::CHUNKS);
+        return tile_smem + i % Tile::BLOCKS * Tile::BLOCK_BYTES + Tile::offset(Order::row(row), thread % Tile::CHUNKS);
     }
 
     template <class T> static __device__ __forceinline__ u32 only_finite(u32 x) {
@@ -94,7 +110,7 @@ template <class Tile, int THREADS, int LOAD> struct TileLoader {
 
     template <bool WHOLE> __device__ __forceinline__ void copy(int thread, u32 tile_smem, int tile_row, int begin, int end) const {
         const int row = thread / Tile::CHUNKS, chunk = thread % Tile::CHUNKS;  // of the first pass
-        const u32 dst = tile_smem + Tile::offset(row, chunk);
+        const u32 dst = tile_smem + Tile::offset(Order::row(row), chunk);
         const u16* src = first_gmem + (tile_row + row) * row_stride;
         if constexpr (LOAD > 2) src += chunk * 8;
 #pragma unroll UNROLL
@@ -102,21 +118,33 @@ template <class Tile, int THREADS, int LOAD> struct TileLoader {
             if (Tile::ROWS % PASS != 0 && pass * PASS + row >= Tile::ROWS) break;
             const int r = tile_row + pass * PASS + row;
             const bool row_here = WHOLE || (r >= begin && r < end);
+            copy_row<WHOLE>(pass_smem(dst, pass), src, chunk, row_here);
+        }
+    }
+
+    // From the place of a thread's chunk in the first pass to that in another one.
+    static __device__ __forceinline__ u32 pass_smem(u32 dst, int pass) {
+        if constexpr (!GROUPED || PASS % 32 == 0) return dst + pass * PASS * Tile::ROW_BYTES;
+        // 16 keys further is 4 rows further down, and changes the swizzle; the first pass has rows with that bit clear.
+        else return pass % 2 * 4 * Tile::ROW_BYTES + (dst ^ pass % 2 * (Tile::offset(4, 0) & 0x70)) + pass / 2 * 32 * Tile::ROW_BYTES;
+    }
+
+    // The thread's chunks of a row, one in each block. src: the row's number at column 8 * chunk (LOAD 2: at column 0).
+    template <bool WHOLE> __device__ __forceinline__ void copy_row(u32 dst, const u16* src, int chunk, bool row_here) const {
 #pragma unroll
-            for (int block = 0; block < Tile::BLOCKS; ++block) {
-                const int column = block * Tile::BLOCK + chunk * 8;
-                const u32 to = dst + pass * PASS * Tile::ROW_BYTES + block * Tile::BLOCK_BYTES;
-                if constexpr (LOAD == 16) {
-                    // Only the last block can be part padding: the head-size classes of tiles.py see to that.
-                    if (WHOLE && block + 1 < Tile::BLOCKS) copy_16(to, src + block * Tile::BLOCK);
-                    else copy_or_zero<16>(to, src + block * Tile::BLOCK, row_here && column < columns);
-                } else if constexpr (LOAD > 2) {
+        for (int block = 0; block < Tile::BLOCKS; ++block) {
+            const int column = block * Tile::BLOCK + chunk * 8;
+            const u32 to = dst + block * Tile::BLOCK_BYTES;
+            if constexpr (LOAD == 16) {
+                // Only the last block can be part padding: the head-size classes of tiles.py see to that.
+                if (WHOLE && block + 1 < Tile::BLOCKS) copy_16(to, src + block * Tile::BLOCK);
+                else copy_or_zero<16>(to, src + block * Tile::BLOCK, row_here && column < columns);
+            } else if constexpr (LOAD > 2) {
 #pragma unroll
-                    for (int i = 0; i < 8; i += LOAD / 2)
-                        copy_or_zero<LOAD>(to + 2 * i, src + block * Tile::BLOCK + i, row_here && column + i < columns);
-                } else {
-                    store_smem(to, gather(src, column, row_here));
-                }
+                for (int i = 0; i < 8; i += LOAD / 2)
+                    copy_or_zero<LOAD>(to + 2 * i, src + block * Tile::BLOCK + i, row_here && column + i < columns);
+            } else {
+                store_smem(to, gather(src, column, row_here));
             }
         }
     }

@@ -1,10 +1,13 @@
 // Which keys a query row sees: functions of (query position i, key j), the same for every kernel.
+#include "include/matrix.cuh"
 #include "include/schedule.cuh"
 
 // Compile-time kinds, combined by |.
 constexpr int MASK_LENGTH = 0;  // only kv_start <= j < kv_length
 constexpr int MASK_RIGHT = 1;   // and j <= i + right: causal
 constexpr int MASK_LEFT = 2;    // and j >= i - left: with MASK_RIGHT, a window
+constexpr int MASK_ARRAY = 4;   // and what a boolean array says
+constexpr int MASK_BAND = MASK_RIGHT | MASK_LEFT;
 
 struct KeyRange {
     int begin, end;  // begin <= j < end
@@ -45,8 +48,9 @@ template <int MASK> struct Visibility {
 };
 
 // -inf in the scores of a warp that are invisible. Lane l holds, of 16 x 8 tile (mt, nt), rows 16 mt + l / 4 (+ 8) and columns
-// 8 nt + 2 (l % 4) (+ 1); `position` is that of row l / 4 of the first tile, `key` that of column 2 (l % 4).
-template <int MASK, int MT, int NT>
+// 8 nt + 2 (l % 4) (+ 1), which stand for keys as Order says; `position` is that of row l / 4 of the first tile, `key` that of column
+// 2 (l % 4).
+template <int MASK, class Order, int MT, int NT>
 __device__ __forceinline__ void apply_mask(float (&s)[MT][NT][4], const Visibility<MASK>& visible, int position, int key) {
 #pragma unroll
     for (int row = 0; row < 2 * MT; ++row) {
@@ -57,6 +61,17 @@ __device__ __forceinline__ void apply_mask(float (&s)[MT][NT][4], const Visibili
         for (int nt = 0; nt < NT; ++nt)
 #pragma unroll
             for (int c = 0; c < 2; ++c)
-                if (u32(first + 8 * nt + c) >= u32(count)) s[row / 2][nt][row % 2 * 2 + c] = -infinity();
+                if (u32(first + Order::key(nt) + c) >= u32(count)) s[row / 2][nt][row % 2 * 2 + c] = -infinity();
     }
+}
+
+// The same where the boolean array has 0.
+template <int MT, int NT> __device__ __forceinline__ void apply_mask(float (&s)[MT][NT][4], const MatrixTile<1, MT, 8 * NT>& mask) {
+#pragma unroll
+    for (int row = 0; row < 2 * MT; ++row)
+#pragma unroll
+        for (int nt = 0; nt < NT; ++nt)
+#pragma unroll
+            for (int c = 0; c < 2; ++c)
+                if ((mask.at(row, nt, c) & 0xffu << 8 * mask.place(nt, c)) == 0) s[row / 2][nt][row % 2 * 2 + c] = -infinity();
 }

@@ -59,6 +59,15 @@ __device__ __forceinline__ void copy_16(u32 dst_smem, const void* src_gmem) {
 
 __device__ __forceinline__ void prefetch_l2(const void* p_gmem) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p_gmem)); }
 
+// Read-only data that is used once.
+__device__ __forceinline__ void load_gmem(u32& a, u32& b, const void* gmem) {
+    asm volatile("ld.global.nc.v2.b32 {%0, %1}, [%2];" : "=r"(a), "=r"(b) : "l"(gmem));
+}
+
+__device__ __forceinline__ void load_gmem(u32& a, u32& b, u32& c, u32& d, const void* gmem) {
+    asm volatile("ld.global.nc.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(a), "=r"(b), "=r"(c), "=r"(d) : "l"(gmem));
+}
+
 __device__ __forceinline__ void copies_commit() {
 #if CUFLASH_ARCH >= 800
     asm volatile("cp.async.commit_group;" ::: "memory");

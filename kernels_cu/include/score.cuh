@@ -1,49 +1,134 @@
 // From raw scores q.k to logits: functions of (score, query position i, key j), the same for every kernel.
+#include "include/matrix.cuh"
 #include "include/params.cuh"
 #include "include/ptx.cuh"
 
-// Compile-time kinds, combined by |. All but SCORE_PLAIN yield logits in log2 units.
+// Compile-time kinds, combined by |. Those with a bias yield natural logits, for which the exponential has a factor log2(e). SCORE_PLAIN
+// and SCORE_SOFTCAP alone leave it the scale or the softcap as well. The others yield logits in log2 units.
 constexpr int SCORE_PLAIN = 0;    // scale > 0: it costs nothing, being folded into the exponential
 constexpr int SCORE_SCALED = 1;   // a scale of any sign, multiplied first: a negative one turns the maximum into the minimum
 constexpr int SCORE_SOFTCAP = 2;  // softcap * tanh(scale * s / softcap)
 constexpr int SCORE_ALIBI = 4;    // - slope * |i - j|
+constexpr int SCORE_BIAS = 8;     // + bias, in the type of the queries; -inf hides
+constexpr int SCORE_BIAS32 = 16;  // + bias, in float32; -inf hides
 
-// tanh to 2e-7 of max(|x|, 1): through exp2 it would lose the small arguments, which take the series.
-__device__ __forceinline__ float tanh_exact(float x) {
-    const float x2 = x * x;
-    const float series = x * fmaf(x2, fmaf(x2, fmaf(x2, -17.0f / 315.0f, 2.0f / 15.0f), -1.0f / 3.0f), 1.0f);
-    const float whole = fmaf(-2.0f, reciprocal_fast(1.0f + exp2_fast(2.0f * LOG2E * x)), 1.0f);
-    return fabsf(x) < 0.25f ? series : whole;
+__device__ constexpr int bias_bytes(int score) { return (score & SCORE_BIAS32) != 0 ? 4 : (score & SCORE_BIAS) != 0 ? 2 : 0; }
+
+// Natural logits below LOWEST_NATURAL would overflow in log2 units; a row that has seen no others has a reference below LOWEST_SCORE.
+constexpr float LOWEST_NATURAL = -2.3586e38f, LOWEST_SCORE = -3.402e38f;
+
+// ---- softcap ------------------------------------------------------------------------------------------------------------
+
+// The argument of tanh comes in this unit, which makes the leading coefficient of the series 1.
+constexpr float TANH_UNIT = 1.57979278f;
+constexpr float SERIES_LIMIT = 0.55f / TANH_UNIT;
+
+// tanh(TANH_UNIT * z) for |z| <= SERIES_LIMIT, to 3 ulp: the polynomial of least relative error. 6 issue slots, one constant each, and
+// none of the slow functions.
+__device__ __forceinline__ float tanh_series(float z) {
+    const float u = z * z;
+    return z * fmaf(u, fmaf(u, fmaf(u, u - 1.29151194f, 1.31059416f), -1.31423221f), 1.57979273f);
 }
 
+// The same for two numbers of any size, to 4e-7 of max(|x|, 1), with one reciprocal for both. Through exp2 alone small arguments would
+// lose digits.
+__device__ __forceinline__ void tanh_pair(float& x, float& y) {
+    constexpr float UNIT = 2.0f * LOG2E * TANH_UNIT;
+    const float a = 1.0f + exp2_fast(fminf(UNIT * x, 60.0f)), b = 1.0f + exp2_fast(fminf(UNIT * y, 60.0f));
+    const float both = -2.0f * reciprocal_fast(a * b), x_series = tanh_series(x), y_series = tanh_series(y);
+    x = fabsf(x) > SERIES_LIMIT ? fmaf(b, both, 1.0f) : x_series;  // the series also of NaN, which fminf() drops
+    y = fabsf(y) > SERIES_LIMIT ? fmaf(a, both, 1.0f) : y_series;
+}
+
+// s = tanh(TANH_UNIT * scale * s). The logits of most models lie far below their softcap: then the series does for a whole warp.
+template <int MT, int NT> __device__ __forceinline__ void apply_tanh(float (&s)[MT][NT][4], float scale) {
+    float largest = 0.0f;
+#pragma unroll
+    for (int mt = 0; mt < MT; ++mt)
+#pragma unroll
+        for (int nt = 0; nt < NT; ++nt)
+#pragma unroll
+            for (int c = 0; c < 4; ++c) s[mt][nt][c] *= scale, largest = fmaxf(largest, fabsf(s[mt][nt][c]));
+    if (__any_sync(0xffffffffu, largest > SERIES_LIMIT)) {
+#pragma unroll
+        for (int mt = 0; mt < MT; ++mt)
+#pragma unroll
+            for (int nt = 0; nt < NT; ++nt)
+#pragma unroll
+                for (int c = 0; c < 4; c += 2) tanh_pair(s[mt][nt][c], s[mt][nt][c + 1]);
+    } else {
+#pragma unroll
+        for (int mt = 0; mt < MT; ++mt)
+#pragma unroll
+            for (int nt = 0; nt < NT; ++nt)
+#pragma unroll
+                for (int c = 0; c < 4; ++c) s[mt][nt][c] = tanh_series(s[mt][nt][c]);
+    }
+}
+
+// ---- all of it ----------------------------------------------------------------------------------------------------------
+
 template <int SCORE> struct ScoreTransform {
+    static constexpr bool FACTOR_LEFT = SCORE == SCORE_PLAIN || SCORE == SCORE_SOFTCAP;  // to the exponential
     float scale, softcap, slope;
 
-    // scale: of the argument of tanh if there is a softcap (then softcap is in log2 units), else into log2 units.
+    // p.scale: of the argument of tanh if there is a softcap, else into the units of the logits, which softcap and slopes have.
     __device__ __forceinline__ ScoreTransform(const PrefillParams& p, int batch, int head)
-        : scale(p.scale), softcap(p.softcap), slope(0.0f) {
+        : scale((SCORE & SCORE_SOFTCAP) != 0 ? p.scale * (1.0f / TANH_UNIT) : p.scale), softcap(p.softcap), slope(0.0f) {
         if constexpr ((SCORE & SCORE_ALIBI) != 0) slope = p.alibi_slopes[i64(batch) * p.heads_q + head];
     }
 
-    __device__ __forceinline__ float operator()(float s, int i, int j) const {
-        if constexpr (SCORE == SCORE_PLAIN) return s;
-        float x = s * scale;
-        if constexpr ((SCORE & SCORE_SOFTCAP) != 0) x = softcap * tanh_exact(x);
-        if constexpr ((SCORE & SCORE_ALIBI) != 0) x -= slope * fabsf(float(i - j));
+    // s: the score, or its tanh. distance: i - j.
+    __device__ __forceinline__ float operator()(float s, float distance, float bias) const {
+        const float factor = (SCORE & SCORE_SOFTCAP) != 0 ? softcap : scale;
+        float x = bias_bytes(SCORE) != 0 ? fmaf(s, factor, bias) : s * factor;
+        if constexpr ((SCORE & SCORE_ALIBI) != 0) x = fmaf(-slope, fabsf(distance), x);
+        if constexpr (bias_bytes(SCORE) != 0) x = bias == -infinity() ? -infinity() : x;  // also of NaN
         return x;
     }
 };
 
-// The scores of a warp; see apply_mask for position and key.
-template <int SCORE, int MT, int NT>
-__device__ __forceinline__ void apply_score(float (&s)[MT][NT][4], const ScoreTransform<SCORE>& score, int position, int key) {
-    if constexpr (SCORE != SCORE_PLAIN) {
+// The bias of an element of a lane's scores; T: the type of 16-bit ones.
+template <class T, int BYTES, int MT, int N>
+__device__ __forceinline__ float bias_at(const MatrixTile<BYTES, MT, N>& bias, int r, int nt, int c) {
+    if constexpr (BYTES == 4) return __int_as_float(bias.at(r, nt, c));
+    else if constexpr (BYTES == 2) return bias.place(nt, c) == 0 ? unpack2<T>(bias.at(r, nt, c)).x : unpack2<T>(bias.at(r, nt, c)).y;
+    else return 0.0f;
+}
+
+// The scores of a warp; see apply_mask for position, key and Order. T: the type of 16-bit biases.
+template <int SCORE, class Order, class T, int MT, int NT>
+__device__ __forceinline__ void apply_score(
+    float (&s)[MT][NT][4], const ScoreTransform<SCORE>& score, const MatrixTile<bias_bytes(SCORE), MT, 8 * NT>& bias, int position, int key
+) {
+    if constexpr ((SCORE & SCORE_SOFTCAP) != 0) apply_tanh(s, score.scale);
+    if constexpr (!ScoreTransform<SCORE>::FACTOR_LEFT) {
+#pragma unroll
+        for (int row = 0; row < 2 * MT; ++row) {
+            const float distance = float(position + 8 * row - key);  // one conversion a row: they are slow
+#pragma unroll
+            for (int nt = 0; nt < NT; ++nt)
+#pragma unroll
+                for (int c = 0; c < 2; ++c) {
+                    float& x = s[row / 2][nt][row % 2 * 2 + c];
+                    x = score(x, distance - float(Order::key(nt) + c), bias_at<T>(bias, row, nt, c));
+                }
+        }
+    }
+}
+
+// Where the natural logits of all keys that a row has seen are too low for log2 units: raise those of the tile to the lowest that is not.
+template <int MT, int NT, int ROWS> __device__ __forceinline__ void raise_lowest(float (&s)[MT][NT][4], const float (&reference)[ROWS]) {
+    bool low = false;
+#pragma unroll
+    for (int row = 0; row < ROWS; ++row) low = low || reference[row] < LOWEST_SCORE;
+    if (__any_sync(0xffffffffu, low)) {
 #pragma unroll
         for (int mt = 0; mt < MT; ++mt)
 #pragma unroll
             for (int nt = 0; nt < NT; ++nt)
 #pragma unroll
                 for (int c = 0; c < 4; ++c)
-                    s[mt][nt][c] = score(s[mt][nt][c], position + 16 * mt + c / 2 * 8, key + 8 * nt + c % 2);
+                    if (s[mt][nt][c] < LOWEST_NATURAL && s[mt][nt][c] != -infinity()) s[mt][nt][c] = LOWEST_NATURAL;
     }
 }

@@ -91,14 +91,16 @@ template <int ROWS> struct SoftmaxState {
         sum[r] += shuffle_xor<2>(sum[r]);
     }
 
-    // Natural log-sum-exp of the reduced row first + i, i < 4; -inf if it has seen nothing.
-    __device__ __forceinline__ float finish(int first, int i) const {
-        float of = reference[first], total = sum[first];
+    // Reference and reduced sum of row first + i, i < 4: registers have no index at run time.
+    __device__ __forceinline__ void pick(int first, int i, float& of, float& total) const {
+        of = reference[first], total = sum[first];
 #pragma unroll
-        for (int r = 1; r < 4 && first + r < ROWS; ++r)  // registers have no index at run time
+        for (int r = 1; r < 4 && first + r < ROWS; ++r)
             if (i == r) of = reference[first + r], total = sum[first + r];
-        return fmaf(of, LN2, logf(total));
     }
+
+    // Natural log-sum-exp; -inf if the row has seen nothing.
+    static __device__ __forceinline__ float finish(float reference, float sum) { return fmaf(reference, LN2, logf(sum)); }
 
   private:
     static constexpr float LOWEST = -3.402823466e38f;  // of all finite numbers

@@ -37,18 +37,19 @@ template <> __device__ __forceinline__ u32 pack2<Bf16>(float low, float high) {
 }
 #endif
 
-// The two numbers of a register, those that are finite replaced by 0.
-template <class T> __device__ __forceinline__ float2 not_finite2(u32 x);
+// The two numbers of a register.
+template <class T> __device__ __forceinline__ float2 unpack2(u32 x);
 
-template <> __device__ __forceinline__ float2 not_finite2<Fp16>(u32 x) {
+template <> __device__ __forceinline__ float2 unpack2<Fp16>(u32 x) {
     float2 f;
     asm("{.reg .b16 a, b; mov.b32 {a, b}, %2; cvt.f32.f16 %0, a; cvt.f32.f16 %1, b;}" : "=f"(f.x), "=f"(f.y) : "r"(x));
-    return {fabsf(f.x) < infinity() ? 0.0f : f.x, fabsf(f.y) < infinity() ? 0.0f : f.y};
+    return f;
 }
 
-#if CUFLASH_ARCH >= 800
-template <> __device__ __forceinline__ float2 not_finite2<Bf16>(u32 x) {
-    const float2 f = {__int_as_float(x << 16), __int_as_float(x & 0xffff0000u)};
+template <> __device__ __forceinline__ float2 unpack2<Bf16>(u32 x) { return {__int_as_float(x << 16), __int_as_float(x & 0xffff0000u)}; }
+
+// The two numbers of a register, those that are finite replaced by 0.
+template <class T> __device__ __forceinline__ float2 not_finite2(u32 x) {
+    const float2 f = unpack2<T>(x);
     return {fabsf(f.x) < infinity() ? 0.0f : f.x, fabsf(f.y) < infinity() ? 0.0f : f.y};
 }
-#endif

@@ -1,25 +1,37 @@
 // How a block gets from its first tile of keys to its last: what it knows, and what its warps do with a tile.
 #include "include/epilogue.cuh"
 #include "include/mask.cuh"
+#include "include/paged.cuh"
 #include "include/products.cuh"
 #include "include/score.cuh"
 #include "include/softmax_state.cuh"
 
 // What all threads of a block agree on, with the way of keys and values into shared memory. Tiles go from `last` down to `first`.
 template <class C> struct Block {
-    TileLoader<typename C::KTile, C::THREADS, C::LOAD> k_loader;
-    TileLoader<typename C::VTile, C::THREADS, C::LOAD> v_loader;
+    using KLoader = KvLoader<C, typename C::KTile, 0x7fff7fffu>;  // NaN in both types
+    using VLoader = KvLoader<C, typename C::VTile, 0>;
+    static constexpr bool SAME_ROWS = C::KTile::CHUNKS == C::VTile::CHUNKS;  // a thread copies the same keys' keys and values
+    KLoader k_loader;
+    VLoader v_loader;
+    typename KLoader::Pages k_pages;  // of the tile that comes next; of values as well if SAME_ROWS
+    typename VLoader::Pages v_pages;
+    Matrix<C::MASK_BYTES> mask;
+    Matrix<C::BIAS_BYTES> bias;
     Visibility<C::MASK> visible;  // narrowed to the keys that some row of the block sees
     ScoreTransform<C::SCORE> score;
     u32 smem;
     int position;  // of the first row
+    int row;       // the first row, within the sequence
+    int mask_key;  // the key of the mask's first column
     int first, last;
     bool careful;  // with V: see arrive()
 
     __device__ __forceinline__ Block(const PrefillParams& p, const WorkItem& work, const Sequence& seq, u32 smem, bool careful)
-        : k_loader(p.k, p.k_stride, work.batch, seq.k_begin, work.head / p.group, p.head_dim),
-          v_loader(p.v, p.v_stride, work.batch, seq.k_begin, work.head / p.group, p.head_dim_v),
-          visible(p, seq), score(p, work.batch, work.head), smem(smem), position(work.m_tile * C::M + seq.position), careful(careful) {
+        : k_loader(p, p.k, p.k_stride, work, seq, p.head_dim), v_loader(p, p.v, p.v_stride, work, seq, p.head_dim_v),
+          mask(p.mask, p.mask_stride, work.batch, work.head, p.matrix_rows, p.mask_columns, p.mask_vector),
+          bias(p.bias, p.bias_stride, work.batch, work.head, p.matrix_rows, p.bias_columns, p.bias_vector),
+          visible(p, seq), score(p, work.batch, work.head), smem(smem), position(work.m_tile * C::M + seq.position),
+          row(work.m_tile * C::M), mask_key(p.mask_tail ? seq.kv_length - p.mask_columns : 0), careful(careful) {
         const int rows = min(C::M, seq.q_length - work.m_tile * C::M);  // that exist
         visible.narrow(visible.of_any(position, position + rows - 1));
         first = visible.begin / C::N;
@@ -30,24 +42,59 @@ template <class C> struct Block {
     __device__ __forceinline__ u32 V_smem(int tile) const { return smem + C::V_SMEM + tile % C::STAGES * C::VTile::BYTES; }
 
     __device__ __forceinline__ void load_k(int thread, int tile) const {
-        if (tile >= first) k_loader.load(thread, K_smem(tile), tile * C::N, visible.begin, visible.end);
+        if (tile >= first) k_loader.load(k_pages, thread, K_smem(tile), tile * C::N, visible.begin, visible.end);
         copies_commit();
     }
 
-    __device__ __forceinline__ void load_v(int thread, int tile) const {
-        if (tile >= first) v_loader.load(thread, V_smem(tile), tile * C::N, visible.begin, visible.end);
+    // Of a tile, the values come after the keys.
+    __device__ __forceinline__ void load_v(int thread, int tile) {
+        if constexpr (SAME_ROWS) {
+            if (tile >= first) v_loader.load(k_pages, thread, V_smem(tile), tile * C::N, visible.begin, visible.end);
+        } else {
+            if (tile >= first) v_loader.load(v_pages, thread, V_smem(tile), tile * C::N, visible.begin, visible.end);
+        }
         copies_commit();
+        look_up(thread, tile - 1);
     }
 
-    __device__ __forceinline__ void start(int thread) const {
+    __device__ __forceinline__ void look_up(int thread, int tile) {
+        k_loader.look_up(k_pages, thread, tile * C::N, visible.begin, visible.end);
+        if constexpr (!SAME_ROWS) v_loader.look_up(v_pages, thread, tile * C::N, visible.begin, visible.end);
+    }
+
+    __device__ __forceinline__ void start(int thread) {
+        look_up(thread, last);
         load_k(thread, last);
         if (C::STAGES == 2) load_v(thread, last);
         else v_loader.prefetch(thread, last * C::N, visible.begin, visible.end);
     }
 
-    // Whether some row of the block does not see some key of the tile.
+    // Whether some row of the block may not see some key of the tile.
     __device__ __forceinline__ bool cut(int tile) const {
-        return !visible.all(position, position + C::M - 1, tile * C::N, tile * C::N + C::N);
+        return C::HIDES || !visible.all(position, position + C::M - 1, tile * C::N, tile * C::N + C::N);
+    }
+
+    // Whether bias and mask let a row of the sequence see a key.
+    __device__ __forceinline__ bool shows(int row, int key) const {
+        if constexpr (C::MASK_BYTES != 0)
+            if (mask.element(row, key - mask_key, 1) == 0) return false;
+        if constexpr (C::BIAS_BYTES != 0) return bias_value(row, key) != -infinity();
+        else return true;
+    }
+
+    __device__ __forceinline__ float bias_value(int row, int key) const {
+        if constexpr (C::BIAS_BYTES == 2) return unpack2<typename C::In>(bias.element(row, key, 0)).x;
+        else return __int_as_float(bias.element(row, key, 0));
+    }
+
+    // The largest bias that a row of the block sees.
+    __device__ __forceinline__ float top_bias(int of_row) const {
+        float top = -infinity();
+#pragma unroll 1
+        for (int key = visible.begin; key < visible.end; ++key)
+            if (visible.all(position + of_row, position + of_row, key, key + 1) && shows(row + of_row, key))
+                top = fmaxf(top, bias_value(row + of_row, key));
+        return top;
     }
 
     // Wait for all copies; V of the tile may be among them. A careful block then puts 0 in the place of its numbers that are not
@@ -59,14 +106,14 @@ template <class C> struct Block {
     }
 
     // Wait for K (with 2 stages, also for V) of a tile, and load what takes the place of the tile before.
-    __device__ __forceinline__ void begin(int thread, int tile) const {
+    __device__ __forceinline__ void begin(int thread, int tile) {
         arrive(thread, tile, C::STAGES == 2);
         if (C::STAGES == 1) load_v(thread, tile);
         else load_k(thread, tile - 1), load_v(thread, tile - 1);
     }
 
     // Nobody needs K of the tile any more: with 1 stage, wait for V and load the next K.
-    __device__ __forceinline__ void middle(int thread, int tile) const {
+    __device__ __forceinline__ void middle(int thread, int tile) {
         if (C::STAGES == 2) {
             exchange();
         } else {
@@ -81,7 +128,7 @@ template <class C> struct Block {
     }
 
     // A tile that this warp has no use for, but others have.
-    __device__ __forceinline__ void pass(int thread, int tile) const {
+    __device__ __forceinline__ void pass(int thread, int tile) {
         begin(thread, tile);
         middle(thread, tile);
         exchange();
@@ -100,6 +147,8 @@ template <class C> struct Block {
 #pragma unroll 1
                 for (int row = 0; row < rows; ++row) {
                     if (!visible.all(position + row, position + row, key, key + 1)) continue;
+                    if constexpr (C::HIDES)
+                        if (!shows(this->row + row, key)) continue;
                     const u32 at = smem + column / C::OTile::BLOCK * C::OTile::BLOCK_BYTES +
                                    C::OTile::offset(row, column % C::OTile::BLOCK / 8) + column % 8 * 2;
                     const u32 before = load_smem_4(at);
@@ -116,6 +165,8 @@ template <class C> struct WarpAttention {
     u32 Q_rmem[C::Q_IN_RMEM ? C::DQK / 16 : 1][C::MT][4];
     float O_rmem[C::MT][C::OT][4];
     float S_rmem[C::MT][C::NT][4];
+    MatrixTile<C::MASK_BYTES, C::MT, C::KEYS> mask_tile;
+    MatrixTile<C::BIAS_BYTES, C::MT, C::KEYS> bias_tile;
     SoftmaxState<2 * C::MT> state;
 
     __device__ __forceinline__ WarpAttention(const PrefillParams& p) : p(p) { init(); }
@@ -148,6 +199,14 @@ template <class C> struct WarpAttention {
 #pragma unroll
                 for (int mt = 0; mt < C::MT; ++mt) ldmatrix_x4(Q_rmem[k][mt], C::QTile::fragment(Q_frag(smem, thread), mt, k));
         }
+    }
+
+    // Read what mask and bias have for the tile.
+    __device__ __forceinline__ void fetch(const Block<C>& block, int thread, int tile) {
+        const int row = block.row + WarpAttention::row(thread) + thread % 32 / 4, key = tile * C::N + group(thread) * C::KEYS;
+        const int lane_key = key + thread % 4 * C::Order::LANE;
+        if constexpr (C::MASK_BYTES != 0) mask_tile.load(block.mask, row, key - block.mask_key, lane_key - block.mask_key, 1);
+        if constexpr (C::BIAS_BYTES != 0) bias_tile.load(block.bias, row, key, lane_key, 0);
     }
 
     // S = Q K^T
@@ -184,11 +243,13 @@ template <class C> struct WarpAttention {
 
     // Scores -> logits, -inf where they are invisible
     __device__ __forceinline__ void mask(const Block<C>& block, int thread, int tile) {
-        const int key = tile * C::N + group(thread) * C::KEYS, lane_key = key + thread % 4 * 2;
+        const int key = tile * C::N + group(thread) * C::KEYS, lane_key = key + thread % 4 * C::Order::LANE;
         const int position = block.position + row(thread), lane_position = position + thread % 32 / 4;
-        apply_score<C::SCORE>(S_rmem, block.score, lane_position, lane_key);
+        apply_score<C::SCORE, typename C::Order, typename C::In>(S_rmem, block.score, bias_tile, lane_position, lane_key);
+        if constexpr (C::MASK_BYTES != 0) apply_mask(S_rmem, mask_tile);
         if (!block.visible.all(position, position + C::WARP_ROWS - 1, key, key + C::KEYS))
-            apply_mask<C::MASK>(S_rmem, block.visible, lane_position, lane_key);
+            apply_mask<C::MASK, typename C::Order>(S_rmem, block.visible, lane_position, lane_key);
+        if constexpr (C::BIAS_BYTES != 0) raise_lowest(S_rmem, state.reference);
     }
 
     // S -> P, with the rows' references raised and O brought to them
@@ -211,21 +272,28 @@ template <class C> struct WarpAttention {
                 S_rmem, block.smem + C::P_SMEM, row(thread), group(thread) * C::NT, thread % 32);
     }
 
-    // O += P V
-    __device__ __forceinline__ void values(const Block<C>& block, int thread, int tile) {
+    // O += P V; and read what mask and bias have for the next tile, if there is one, where those of this tile were.
+    __device__ __forceinline__ void values(const Block<C>& block, int thread, int tile, bool next) {
         // The 16-column block of a group is the one that its number turns the first one into.
         const u32 V_frag = fragment_a<typename C::VTile>(block.V_smem(tile), 0, thread) ^ (group(thread) << 5);
         const u32 P_frag = fragment_a<typename C::PTile>(block.smem + C::P_SMEM, row(thread), thread);
+        constexpr bool AT_ONCE = C::HIDES && C::GROUPS == 1;  // round all weights first: what is fetched needs room
+        u32 P_rmem[AT_ONCE ? C::N / 16 : 1][C::MT][4];
+        if constexpr (AT_ONCE) {
+#pragma unroll
+            for (int k = 0; k < C::N / 16; ++k) round_weights<C>(P_rmem[k], S_rmem, k);
+        }
+        if (C::HIDES && next) fetch(block, thread, tile - 1);
 #pragma unroll
         for (int k = 0; k < C::N / 16; ++k) {
-            u32 P_rmem[C::MT][4];
-            if constexpr (C::GROUPS == 1) {
-                round_weights<C>(P_rmem, S_rmem, k);
-            } else {
+            u32(&a)[C::MT][4] = P_rmem[AT_ONCE ? k : 0];
+            if constexpr (C::GROUPS > 1) {
 #pragma unroll
-                for (int mt = 0; mt < C::MT; ++mt) ldmatrix_x4(P_rmem[mt], C::PTile::fragment(P_frag, mt, k));
+                for (int mt = 0; mt < C::MT; ++mt) ldmatrix_x4(a[mt], C::PTile::fragment(P_frag, mt, k));
+            } else if constexpr (!AT_ONCE) {
+                round_weights<C>(a, S_rmem, k);
             }
-            multiply_pv<C>(O_rmem, P_rmem, V_frag, k);
+            multiply_pv<C>(O_rmem, a, V_frag, k);
         }
     }
 
@@ -240,6 +308,16 @@ template <class C> struct WarpAttention {
                 for (int c = 0; c < 2; ++c)
                     watched[ot % 2 * 2 + c] = fmaf(O_rmem[mt][ot][2 * c], O_rmem[mt][ot][2 * c + 1], watched[ot % 2 * 2 + c]);
         return !(fabsf(watched[0]) + fabsf(watched[1]) + fabsf(watched[2]) + fabsf(watched[3]) < infinity());
+    }
+
+    // Natural log-sum-exp of row first + i of the lane's, which is row `row` of the block. A reference says nothing where the largest bias is too low
+    // for log2 units; beside such a one the scores do not matter.
+    __device__ __forceinline__ float lse(int first, int i, int row, const WorkItem& work, const Sequence& seq) const {
+        float reference, sum;
+        state.pick(first, i, reference, sum);
+        if constexpr (C::BIAS_BYTES != 0)
+            if (reference < LOWEST_SCORE && sum != 0.0f) return Block<C>(p, work, seq, 0, false).top_bias(row) + logf(sum);
+        return state.finish(reference, sum);
     }
 
     // Add up the sums of a row's lanes, and show them to its other warps, in the place of the tops.

@@ -12,14 +12,14 @@ import hashlib
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 from cuflash import arrays, jit, launch
 from cuflash.backends import cuda, packed
 from cuflash.device import DeviceInfo
-from cuflash.types import Problem
+from cuflash.types import INDICES, ArrayView, Problem
 
 from .guarded import Guarded, Side
 from .translate import translate
@@ -186,21 +186,27 @@ class Emulator:
             If a thread did something that is not allowed.
         """
         instance = instance or chosen(problem, info)
-        if problem.varlen:
+        on_device = isinstance(problem.cu_seqlens_q, ArrayView)
+        if problem.varlen and not on_device:
             packed.clear_slack(problem)
         blocks = cuda._grid(problem, instance.tile)
         if blocks == 0:
             return
         library = self.prepare(instance, info).result()
-        inputs = {name: Guarded(getattr(problem, name), side) for name in ("q", "k", "v")}
+        inputs = {name: Guarded(a, side) for name in ("q", "k", "v", "bias", "mask") if (a := getattr(problem, name)) is not None}
         results = {name: Guarded(a, side, writable=True) for name in ("out", "lse") if (a := getattr(problem, name)) is not None}
-        small = {name: Guarded(arrays.view(value, name), side) for name, value in _small_arrays(problem)}
+        small = {name: Guarded(arrays.view(value, name), side) for name, value in launch.small_arrays(problem).items()}
+        small |= {name: Guarded(value, side) for name in INDICES if isinstance(value := getattr(problem, name), ArrayView)}
         moved = problem.replace(**{name: a.view for name, a in {**inputs, **results}.items()})
         pointers = {name: a.view.pointer for name, a in small.items()}
         section = cuda._section(problem, instance, info)
-        params = launch.pack_prefill(moved, instance.tile.m, section, instance.score == cuda.SCORE_PLAIN, pointers)
+        params = launch.pack_prefill(moved, instance.tile.m, section, instance.factor_left, pointers, instance.flat)
         memory = {**inputs, **results, **small}
         try:
+            if on_device:
+                source = cuda.clear_source(problem.out_dtype.itemsize, problem.compute_dtype.itemsize, instance.flat)
+                clear = self.compile(jit.assemble(source), source.name, "PrefillParams", _code_path(info))
+                self.execute(clear, params, -(-problem.q.shape[0] // cuda.CLEAR_ROWS), cuda.CLEAR_ROWS, 0, memory)
             self.execute(library, params, blocks, instance.tile.threads, instance.shared_memory, memory)
         except EmulationError as error:
             raise EmulationError(f"{instance.name}, {error}") from None
@@ -218,13 +224,3 @@ def chosen(problem: Problem, info: DeviceInfo) -> cuda.Instance:
 def _code_path(info: DeviceInfo) -> int:
     """CUFLASH_ARCH; the GPUs from sm_80 on run the same code."""
     return 750 if info.cc < (8, 0) else 800
-
-
-def _small_arrays(problem: Problem) -> Iterator[tuple[str, np.ndarray]]:
-    """Lengths, slopes and sinks as the backend hands them over."""
-    for name in ("cu_seqlens_q", "cu_seqlens_k", "kv_lengths", "kv_start"):
-        if getattr(problem, name) is not None:
-            yield name, np.ascontiguousarray(getattr(problem, name), np.int64)
-    for name in ("alibi_slopes", "sinks"):
-        if getattr(problem, name) is not None:
-            yield name, np.ascontiguousarray(getattr(problem, name) * launch.LOG2E, np.float32)

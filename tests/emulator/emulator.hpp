@@ -45,6 +45,7 @@ float expf(float) noexcept;
 float fabsf(float) noexcept;
 float fmaf(float, float, float) noexcept;
 float fmaxf(float, float) noexcept;
+float fminf(float, float) noexcept;
 float logf(float) noexcept;
 float tanhf(float) noexcept;
 double exp(double) noexcept;

@@ -1,0 +1,190 @@
+"""A stand-in for CuPy and for the GPU: arrays in host memory, and a launch that computes what the parameter struct says.
+
+The kernels are not run: a launch reads addresses and strides from the struct, as prefill_fa2 does, and calls the oracle.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import sys
+import threading
+from collections.abc import Iterator
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import cuflash
+from cuflash import device, jit, launch
+from cuflash.backends import cuda
+from cuflash.types import INDICES
+
+ALIGNMENT = 256
+
+
+class FakeArray:
+    """What cuflash uses of a cupy.ndarray."""
+
+    def __init__(self, shape: tuple[int, ...], dtype: Any = np.float16, host: np.ndarray | None = None, device_id: int | None = None):
+        if host is None:
+            dtype = np.dtype(dtype)
+            memory = np.full(int(np.prod(shape)) * dtype.itemsize + ALIGNMENT, 0xFF, np.uint8)  # NaN, as poison
+            skip = -memory.ctypes.data % ALIGNMENT
+            host = memory[skip : memory.size - ALIGNMENT + skip].view(dtype).reshape(shape)
+        self.host = host
+        self.shape, self.strides, self.dtype, self.ndim = host.shape, host.strides, host.dtype, host.ndim
+        ordinal = Gpu.current().device if device_id is None else device_id
+        self.data = SimpleNamespace(ptr=host.__array_interface__["data"][0], device_id=ordinal)
+        self.device = SimpleNamespace(id=ordinal)
+
+    def _view(self, host: np.ndarray) -> FakeArray:
+        return FakeArray((), host=host, device_id=self.device.id)
+
+    def transpose(self, *axes: Any) -> FakeArray:
+        return self._view(self.host.transpose(*axes))
+
+    def __getitem__(self, index: Any) -> FakeArray:
+        return self._view(self.host[index])
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        self.host[index] = value
+
+    def get(self) -> np.ndarray:
+        return self.host.copy()
+
+    def fill(self, value: Any) -> None:
+        self.host.fill(value)
+
+
+class Gpu:
+    """Current device and stream of each thread, and what was launched."""
+
+    _local = threading.local()
+
+    def __init__(self) -> None:
+        self.launches: list[SimpleNamespace] = []
+        self.before: list[Any] = []  # called with the struct before a launch computes
+        self.capturing = False
+        self.waited = 0  # times that somebody waited for the device
+
+    @classmethod
+    def current(cls) -> Any:
+        if not hasattr(cls._local, "device"):
+            cls._local.device, cls._local.stream = 0, 0
+        return cls._local
+
+    def synchronize(self) -> None:
+        self.waited += 1
+
+    @contextlib.contextmanager
+    def using(self, **what: int):
+        now = self.current()
+        before = {name: getattr(now, name) for name in what}
+        now.__dict__.update(what)
+        try:
+            yield self
+        finally:
+            now.__dict__.update(before)
+
+    def function(self, source: jit.Source, ordinal: int, shared_memory: int = 0) -> Any:
+        def run(grid: tuple, block: tuple, args: tuple, shared: int = 0, stream: Any = None) -> None:
+            (params,) = args
+            assert params.dtype.fields is None and params.shape == (1,) and shared == shared_memory
+            params = params.view(launch.PREFILL_PARAMS)
+            for hook in self.before:
+                hook(params)
+            p = params.copy()[0]  # CUDA copies it before the launch returns
+            now = self.current()
+            on = now.stream if stream is None else stream.ptr
+            self.launches.append(SimpleNamespace(name=source.name, grid=grid[0], device=now.device, stream=on, params=p, ordinal=ordinal))
+            compute(source.name, p)
+
+        return run
+
+
+def memory(pointer: int, dtype: Any, shape: tuple[int, ...], strides: Any) -> np.ndarray:
+    """An array at an address, by strides in elements."""
+    dtype = np.dtype(dtype)
+    interface = {"version": 3, "data": (int(pointer), False), "typestr": f"|V{dtype.itemsize}", "shape": tuple(map(int, shape)),
+                 "strides": tuple(int(s) * dtype.itemsize for s in strides)}  # fmt: skip
+    return np.asarray(SimpleNamespace(__array_interface__=interface)).view(dtype)
+
+
+def index_arrays(p: np.ndarray) -> dict[str, np.ndarray]:
+    found = {}
+    for bit, field in enumerate(INDICES):
+        if p[field]:
+            width = np.int32 if p["index_bits"] >> bit & 1 else np.int64
+            found[field] = memory(p[field], width, (int(p["batch"]) + (bit < 2),), (1,)).copy()
+    return found
+
+
+def clear(name: str, p: np.ndarray) -> None:
+    """What clear_rows writes."""
+    cu, rows, heads = index_arrays(p)["cu_seqlens_q"], int(p["q_rows"]), int(p["heads_q"])
+    unowned = np.ones(rows, bool)
+    for begin, end in itertools.pairwise(cu):
+        unowned[begin : end if "flat" in name else min(end, begin + p["m_tiles"] * p["tile_rows"])] = False
+    memory(p["out"], np.uint16, (rows, heads, int(p["head_dim_v"])), p["out_stride"][1:])[unowned] = 0
+    if p["lse"]:
+        memory(p["lse"], np.float32, (heads, rows), [p["lse_stride"][n] for n in (2, 1)])[:, unowned] = -np.inf
+
+
+def compute(name: str, p: np.ndarray) -> None:
+    """What an instance of prefill_fa2 writes, by the oracle."""
+    if name.startswith("clear_rows"):
+        clear(name, p)
+        return
+    dtype = ml_dtypes.bfloat16 if "_bf16_" in name else np.float16
+    b, hq, hk, rows, keys = (int(p[x]) for x in ("batch", "heads_q", "heads_kv", "q_rows", "k_rows"))
+    d, dv = int(p["head_dim"]), int(p["head_dim_v"])
+    packed = 1 if p["cu_seqlens_q"] else 0  # arrays without a batch axis
+    q = memory(p["q"], dtype, (b, rows, hq, d)[packed:], p["q_stride"][packed:])
+    k = memory(p["k"], dtype, (b, keys, hk, d)[packed:], p["k_stride"][packed:])
+    v = memory(p["v"], dtype, (b, keys, hk, dv)[packed:], p["v_stride"][packed:])
+    out = memory(p["out"], dtype, (b, rows, hq, dv)[packed:], p["out_stride"][packed:])
+    window = tuple(-1 if p[x] == launch.NO_LIMIT else int(p[x]) for x in ("window_left", "window_right"))
+    options: dict[str, Any] = {"window": window, "scale": float(p["scale"]) / launch.LOG2E, "backend": "reference"}
+    if "softcap" in name:
+        options.update(softcap=float(p["softcap"]) / launch.LOG2E, scale=float(p["scale"]) * float(p["softcap"]) / launch.LOG2E)
+    if p["upper_left"]:
+        options["causal"] = "upper_left"
+    index = index_arrays(p)
+    function, cu = cuflash.attention, []
+    if packed:
+        function, cu = cuflash.attention_varlen, [index.pop("cu_seqlens_q"), index.pop("cu_seqlens_k")]
+    result, lse = function(q, k, v, *cu, return_lse=True, **index, **options)
+    written = slice(cu[0][0], cu[0][-1]) if packed else slice(None)
+    if packed and "flat" not in name:
+        assert (np.diff(cu[0]) <= p["m_tiles"] * p["tile_rows"]).all(), "the fake computes whole sequences"
+    out[written] = result[written]
+    if p["lse"]:
+        target = memory(p["lse"], np.float32, (b, hq, rows)[packed:], [p["lse_stride"][n] for n in (0, 2, 1)[packed:]])
+        target[(..., written) if packed else ...] = lse[(..., written) if packed else ...]
+
+
+@contextlib.contextmanager
+def pretended_gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
+    """Two H200s that are not there."""
+    fake = Gpu()
+    cupy, cupy_cuda, runtime = ModuleType("cupy"), ModuleType("cupy.cuda"), ModuleType("cupy.cuda.runtime")
+    cupy.ndarray, cupy.cuda, cupy_cuda.runtime = FakeArray, cupy_cuda, runtime
+    cupy.empty = FakeArray
+    cupy.broadcast_to = lambda a, shape: a._view(np.broadcast_to(a.host, shape))
+    cupy.asarray = lambda a: FakeArray((), host=np.array(a))
+    runtime.getDevice = lambda: fake.current().device
+    runtime.streamIsCapturing = lambda stream: fake.capturing
+    cupy_cuda.Device = lambda ordinal: fake.using(device=ordinal)
+    cupy_cuda.get_current_stream = lambda: SimpleNamespace(ptr=fake.current().stream)
+    cupy_cuda.Stream = SimpleNamespace(from_external=lambda stream: fake.using(stream=stream.__cuda_stream__()[1]))
+    for name, module in (("cupy", cupy), ("cupy.cuda", cupy_cuda), ("cupy.cuda.runtime", runtime)):
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr(device, "actual", lambda ordinal: device.KNOWN["H200"])
+    monkeypatch.setattr(jit, "why_unusable", lambda: None)
+    monkeypatch.setattr(jit, "function", fake.function)
+    monkeypatch.setattr(cuda, "unusable", lambda: None)
+    with fake.using(device=0, stream=0):
+        yield fake
