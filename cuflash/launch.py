@@ -33,6 +33,7 @@ PREFILL_PARAMS = np.dtype(
             "mask_tail", "matrix_rows", "bias_columns", "mask_columns", "bias_vector", "mask_vector", "pages",
         )),
         ("page_magic", np.uint32), ("page_shift", np.int32), ("index_bits", np.int32), ("tile_rows", np.int32),
+        *((name, np.float64) for name in ("scale64", "softcap64", "logit_scale64")),
     ],
     align=True,
 )
@@ -217,8 +218,10 @@ def small_arrays(problem: Problem) -> dict[str, np.ndarray]:
         if isinstance(value, np.ndarray):
             found[name] = np.ascontiguousarray(value)
     if problem.alibi_slopes is not None:
-        found["alibi_slopes"] = np.ascontiguousarray(problem.alibi_slopes * logit_unit(problem), np.float32)
-    if problem.sinks is not None:
+        found["alibi_slopes"] = np.ascontiguousarray(problem.alibi_slopes * logit_unit(problem), problem.compute_dtype)
+    if problem.sinks is not None and problem.q.dtype.itemsize >= 4:  # prefill_fp merges them in float64 and natural units
+        found["sinks"] = np.ascontiguousarray(problem.sinks, np.float64)
+    elif problem.sinks is not None:
         found["sinks"] = np.ascontiguousarray(problem.sinks * LOG2E, np.float32)
     if problem.page_table is not None:
         found["page_table"] = page_entries(problem.page_table)
@@ -287,6 +290,7 @@ def pack_prefill(
     if problem.page_table is not None:
         values |= {"page_size": problem.page_size, "max_pages": problem.page_table.shape[1], "pages": problem.k.shape[0]}
         values["page_magic"], values["page_shift"] = page_divisor(problem.page_size)
+    values |= {f"{name}64": values[name] for name in ("scale", "softcap", "logit_scale")}
     for name, value in values.items():
         r[name] = value
     return p

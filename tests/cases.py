@@ -51,8 +51,9 @@ else:
 ABSENT: dict[str, dict[str, str]] = {
     "cuda/fa2": {
         **{name: f"{name} is not part" for name in ("score_mod", "mask_mod", "num_splits")},
+        **{f"{dtype} {name}": f"{name} is not part" for dtype in ("float32", "float64") for name in ("bias", "mask", "page_table")},
         "sqdist": "score='sqdist' is not part",
-        "float32": "prefill_fp", "float64": "prefill_fp", "out float64": "with float64 results", "out float32": "with float32 results",
+        "out float64": "with float64 results", "out float32": "with float32 results",  # of 16-bit arrays
     },
     "cuda/naive": {
         **{name: f"has no {name}" for name in ("page_table", "alibi_slopes", "sinks", "score_mod", "mask_mod")},
@@ -64,6 +65,7 @@ ABSENT: dict[str, dict[str, str]] = {
 def absent(target: Target, dtype: np.dtype, options: Mapping[str, Any]) -> list[str]:
     """Words of the reasons for which a target may decline a call with these options."""
     asked = {name for name, value in options.items() if value is not None and not (name == "num_splits" and value == 1)}
+    asked |= {f"{dtype.name} {name}" for name in asked}
     asked |= {dtype.name, "strides"} | ({"sqdist"} if options.get("score") == "sqdist" else set())
     out_dtype = np.dtype(options.get("out_dtype", dtype))
     if out_dtype != dtype:

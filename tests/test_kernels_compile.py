@@ -8,7 +8,7 @@ import re
 
 import pytest
 from cuflash import jit
-from cuflash.backends import cuda
+from cuflash.backends import cuda, cuda_fp
 
 pytestmark = pytest.mark.skipif(jit.why_unusable() is not None, reason=f"kernels cannot be compiled here: {jit.why_unusable()}")
 
@@ -18,11 +18,11 @@ REGISTERS_SM = 65536
 
 
 @functools.cache
-def log(arch: str, instance: cuda.Instance, as_arch: str | None = None) -> str:
+def log(arch: str, instance: cuda.Instance | cuda_fp.Instance, as_arch: str | None = None) -> str:
     return jit.compile_cubin(instance.source, arch, as_arch)[1]
 
 
-def check(arch: str, instance: cuda.Instance, as_arch: str | None = None) -> None:
+def check(arch: str, instance: cuda.Instance | cuda_fp.Instance, as_arch: str | None = None) -> None:
     """No spills, no warnings, and registers for as many resident blocks as the tile table says."""
     text = log(arch, instance, as_arch)
     what = f"{instance.name} for {arch}:\n{text}"
@@ -35,15 +35,19 @@ def check(arch: str, instance: cuda.Instance, as_arch: str | None = None) -> Non
     assert "warning" not in text.lower(), what
 
 
-def compile_all(arch: str, instances: list[cuda.Instance]) -> None:
+def compile_all(arch: str, instances: list[cuda.Instance | cuda_fp.Instance]) -> None:
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         list(pool.map(lambda instance: log(arch, instance), instances))
+
+
+def every(arch: str) -> list[cuda.Instance | cuda_fp.Instance]:
+    return [*cuda.common(arch), *cuda_fp.common(cuda.representative(arch))]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", WHOLE)
 def test_every_instance(arch):
-    instances = list(cuda.common(arch))
+    instances = every(arch)
     compile_all(arch, instances)
     for instance in instances:
         check(arch, instance)
@@ -52,6 +56,12 @@ def test_every_instance(arch):
 @pytest.mark.parametrize("arch", ONE_EACH)
 def test_one_instance_for_every_other_gpu(arch):
     check(arch, next(instance for instance in cuda.common(arch) if instance.d == 128))
+
+
+@pytest.mark.parametrize("arch", ONE_EACH)
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_one_instance_in_float32_and_float64_for_every_other_gpu(arch, dtype):
+    check(arch, next(i for i in cuda_fp.common(cuda.representative(arch)) if i.d == 128 and i.dtype == dtype))
 
 
 @pytest.mark.parametrize("as_arch", ["sm_75", "sm_80", "sm_86"])
@@ -65,6 +75,7 @@ def test_the_code_of_another_gpu_compiles_for_this_one(as_arch):
 
 
 def test_names_are_distinct_and_tell_the_tile():
-    names = [instance.name for instance in cuda.common("sm_90a")]
+    names = [instance.name for instance in every("sm_90a")]
     assert len(set(names)) == len(names)
     assert "prefill_fa2_bf16_d128_m128n64w4s2_causal" in names  # as tiles.py has it
+    assert any(re.fullmatch(r"prefill_fp_fp64_dmma_d128_m\d+n\d+w\d+s\d_causal", name) for name in names)

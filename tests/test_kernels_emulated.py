@@ -11,11 +11,12 @@ import compare
 import devices
 import numpy as np
 import pytest
-from cases import BF16, CASES, F16, F32, Case, Target, absent, alibi, bias, case, causal, fixed, mask
+from cases import BF16, CASES, F16, F32, F64, Case, Target, absent, alibi, bias, case, causal, fixed, mask
 from cuflash import device, tiles
 from cuflash import problem as problems
 from cuflash.backends import cuda
 from cuflash.tiles import Tile
+from cuflash.tiles_fp import FpTile
 from cuflash.types import Problem
 from emulator import emulate
 
@@ -34,14 +35,14 @@ class Run(NamedTuple):
     name: str
     gpu: device.DeviceInfo
     build: Callable[[], tuple[Problem, Callable[[], None]]]
-    tile: Tile | None = None  # instead of the GPU's own
+    tile: Tile | FpTile | None = None  # instead of the GPU's own
 
-    def instance(self, problem: Problem) -> cuda.Instance:
+    def instance(self, problem: Problem) -> emulate.Instance:
         instance = emulate.chosen(problem, self.gpu)
         return instance if self.tile is None else dataclasses.replace(instance, tile=self.tile)
 
 
-def of_case(c: Case, dtype: np.dtype, gpu: device.DeviceInfo, tile: Tile | None = None) -> Run:
+def of_case(c: Case, dtype: np.dtype, gpu: device.DeviceInfo, tile: Tile | FpTile | None = None) -> Run:
     """A case of the conformance suite."""
 
     def build() -> tuple[Problem, Callable[[], None]]:
@@ -59,7 +60,7 @@ def of_arrays(name: str, gpu: device.DeviceInfo, arrays: Callable[[], tuple[np.n
 
     def build() -> tuple[Problem, Callable[[], None]]:
         q, k, v = arrays()
-        out, lse = np.full((*q.shape[:3], v.shape[3]), np.nan, q.dtype), np.full((q.shape[0], q.shape[2], q.shape[1]), np.nan, F32)
+        out, lse = np.full((*q.shape[:3], v.shape[3]), np.nan, q.dtype), np.full((q.shape[0], q.shape[2], q.shape[1]), np.nan, F64 if q.dtype == F64 else F32)
         plain = problems.build_attention(q, k, v, **options)
 
         def check() -> None:

@@ -25,6 +25,7 @@ ROOMS = (
     ("planner",),
     ("backends",),
     ("jit", "launch"),
+    ("tiles_fp",),
     ("compiled", "tiles"),
     ("reference", "merge", "alibi", "device", "host"),
     ("modifiers",),

@@ -13,7 +13,7 @@ import numpy as np
 from .. import device, jit, launch, tiles
 from ..tiles import Tile
 from ..types import HOST, INDICES, UNBOUNDED, ArrayView, Plan, Problem, name_of
-from . import naive_cuda, packed
+from . import cuda_fp, naive_cuda, packed
 
 NAME = "cuda"
 KERNELS = ("fa2", "naive")
@@ -52,13 +52,7 @@ class Instance:
         words = ["prefill_fa2", SHORT_TYPES[self.dtype], heads, tile]
         if self.out != self.dtype:
             words.append(f"to_{SHORT_TYPES[self.out]}")
-        if self.mask & (MASK_LEFT | MASK_RIGHT):
-            words.append("window" if self.mask & MASK_LEFT else "causal")
-        words += ["mask"] * bool(self.mask & MASK_ARRAY)
-        for bit, word in (
-            (SCORE_SCALED, "scaled"), (SCORE_SOFTCAP, "softcap"), (SCORE_ALIBI, "alibi"), (SCORE_BIAS, "bias"), (SCORE_BIAS32, "bias32"),
-        ):
-            words += [word] * bool(self.score & bit)
+        words += kind_words(self.mask, self.score)
         words += ["paged"] * self.paged
         words += ["flat"] * self.flat
         if self.load != 16:
@@ -69,6 +63,8 @@ class Instance:
     def factor_left(self) -> bool:
         """Whether the scores of this kind leave a factor to the exponential."""
         return self.score in (SCORE_PLAIN, SCORE_SOFTCAP)
+
+    slices = 1  # blocks that share the value columns of the same rows
 
     @property
     def shared_memory(self) -> int:
@@ -92,6 +88,17 @@ class Instance:
             "}\n"
         )
         return jit.Source("prefill_fa2.cu", stub, self.name)
+
+
+def kind_words(mask: int, score: int) -> list[str]:
+    """Words of an instance's name for its mask and score kinds."""
+    words = ["window" if mask & MASK_LEFT else "causal"] if mask & (MASK_LEFT | MASK_RIGHT) else []
+    words += ["mask"] * bool(mask & MASK_ARRAY)
+    for bit, word in (
+        (SCORE_SCALED, "scaled"), (SCORE_SOFTCAP, "softcap"), (SCORE_ALIBI, "alibi"), (SCORE_BIAS, "bias"), (SCORE_BIAS32, "bias32"),
+    ):
+        words += [word] * bool(score & bit)
+    return words
 
 
 def auto_kernels(problem: Problem) -> tuple[str, ...]:
@@ -120,14 +127,15 @@ def decline(problem: Problem, kernel: str) -> str | None:
     if kernel == "naive":
         return naive_cuda.decline(problem)
     dtype, out = name_of(problem.q.dtype), name_of(problem.out_dtype)
-    if dtype in ("float32", "float64"):
-        return f"{dtype} arrays need the kernel prefill_fp, which is not part of this version; float16 and bfloat16 run"
-    if dtype not in TYPES or out not in TYPES:
+    if dtype not in cuda_fp.SHORT_TYPES or (dtype in TYPES and out not in TYPES):
         return f"{dtype} arrays with {out} results; it weighs values in 16 bits, so that it offers float16 and bfloat16 results only"
     absent = {
         "score_mod": problem.score_mod is not None, "mask_mod": problem.mask_mod is not None, "score='sqdist'": problem.score == "sqdist",
         "num_splits": (problem.num_splits or 1) > 1,
     }
+    if dtype not in TYPES:
+        for name in cuda_fp.absent(problem):
+            return f"{name} is not part of this version of its kernels for {dtype}; float16 and bfloat16 have it"
     for name, asked in absent.items():
         if asked:
             return f"{name} is not part of this version of its kernels"
@@ -150,12 +158,12 @@ def decline(problem: Problem, kernel: str) -> str | None:
     if chosen is None:
         memory = f"{info.shared_memory_block:,} bytes of shared memory of {info.name}"
         return f"no tile for head sizes {sizes[0]} and {sizes[1]} fits the {memory}"
-    if _grid(problem, chosen.tile) > LARGEST_GRID:
-        return f"{_grid(problem, chosen.tile):,} blocks; a grid has at most {LARGEST_GRID:,}"
+    if _grid(problem, chosen) > LARGEST_GRID:
+        return f"{_grid(problem, chosen):,} blocks; a grid has at most {LARGEST_GRID:,}"
     return None
 
 
-def instance(problem: Problem, info: device.DeviceInfo) -> Instance | None:
+def instance(problem: Problem, info: device.DeviceInfo) -> Instance | cuda_fp.Instance | None:
     """The kernel instance for these arrays, or None if no tile fits the GPU."""
     d, dv = tiles.head_class(problem.head_dim), tiles.head_class(problem.head_dim_v)
     left, right = (side != UNBOUNDED for side in problem.window)
@@ -163,6 +171,8 @@ def instance(problem: Problem, info: device.DeviceInfo) -> Instance | None:
     if problem.mask is not None:
         mask |= MASK_ARRAY
     load, score = launch.copy_bytes((problem.q, problem.k, problem.v)), score_kind(problem)
+    if name_of(problem.q.dtype) not in TYPES:
+        return cuda_fp.instance(problem, mask, score, info)
     flat = is_flat(problem)
     tile = tile_for(d, dv, mask, score, load, problem.paged, flat, info)
     if tile is None:
@@ -202,15 +212,16 @@ def plan(problem: Problem, kernel: str) -> Plan:
     chosen = instance(problem, info)
     assert chosen is not None  # else it was declined
     t = chosen.tile
+    units = "tensor cores (mma.sync)" if isinstance(chosen, Instance) else cuda_fp.why(chosen)
     why = (
-        f"tensor cores (mma.sync), {t.m} rows x {t.n} keys a block of {t.warps} warps, {chosen.shared_memory:,} bytes of shared memory "
+        f"{units}, {t.m} rows x {t.n} keys a block of {t.warps} warps, {chosen.shared_memory:,} bytes of shared memory "
         f"on {info.name}"
     )
     extra = (chosen, _section(problem, chosen, info))
     return Plan(kernel=kernel, backend=NAME, reason=why, tile=(t.m, t.n), threads=t.threads, extra=extra)
 
 
-def _section(problem: Problem, chosen: Instance, info: device.DeviceInfo) -> int:
+def _section(problem: Problem, chosen: Instance | cuda_fp.Instance, info: device.DeviceInfo) -> int:
     """(batch, head) pairs whose tiles are handed out together.
 
     Where every row sees all keys, all tiles cost the same, and one head after the other keeps its keys and values in the L2 cache. Else
@@ -222,17 +233,18 @@ def _section(problem: Problem, chosen: Instance, info: device.DeviceInfo) -> int
     shared = any(a is not None and a.strides[1] == 0 and a.strides[2] != 0 for a in (problem.bias, problem.mask))
     if not chosen.mask & (MASK_LEFT | MASK_RIGHT) and not shared:
         return 1
-    bytes_per_pair = 2 * problem.seqlen_k * (problem.head_dim + problem.head_dim_v) // problem.group_size
+    bytes_per_pair = problem.q.dtype.itemsize * problem.seqlen_k * (problem.head_dim + problem.head_dim_v) // problem.group_size
     m_tiles = max(1, launch.flat_tiles(problem, chosen.tile.m) if chosen.flat else -(-problem.seqlen_q // chosen.tile.m))
     most = max(1, min(pairs, info.l2_bytes * 3 // 4 // max(1, bytes_per_pair), LARGEST_GRID // m_tiles))
     sections = -(-pairs // most)
     return -(-pairs // sections)
 
 
-def _grid(problem: Problem, tile: Tile) -> int:
+def _grid(problem: Problem, chosen: Instance | cuda_fp.Instance) -> int:
+    m = chosen.tile.m
     if is_flat(problem):
-        return problem.heads_q * launch.flat_tiles(problem, tile.m) if problem.q.shape[0] else 0
-    return problem.batch * problem.heads_q * -(-problem.seqlen_q // tile.m)
+        return problem.heads_q * launch.flat_tiles(problem, m) if problem.q.shape[0] else 0
+    return problem.batch * problem.heads_q * -(-problem.seqlen_q // m) * chosen.slices
 
 
 def run(plan: Plan, problem: Problem) -> None:
@@ -267,12 +279,12 @@ def prepare(plan: Plan, problem: Problem) -> launch.Prepared | None:
     return launch.Prepared(steps, _params(plan, problem, ready, {}), addresses=5 + len(launch.index_addresses(problem)))
 
 
-def _steps(plan: Plan, problem: Problem) -> tuple[Instance, list[launch.Step]]:
+def _steps(plan: Plan, problem: Problem) -> tuple[Instance | cuda_fp.Instance, list[launch.Step]]:
     """The planned instance for the arrays of this run, which may be aligned otherwise than those of the plan; and what is launched."""
     place = problem.q.device
     ready = with_load(plan.extra[0], launch.copy_bytes((problem.q, problem.k, problem.v)), device.probe(place))
     steps = []
-    rows, grid = problem.q.shape[0], _grid(problem, ready.tile)
+    rows, grid = problem.q.shape[0], _grid(problem, ready)
     if isinstance(problem.cu_seqlens_q, ArrayView) and rows and problem.heads_q:
         clear = clear_source(problem.out_dtype.itemsize, problem.compute_dtype.itemsize, ready.flat)
         steps.append(launch.Step(jit.function(clear, place), -(-rows // CLEAR_ROWS), CLEAR_ROWS))
@@ -282,7 +294,7 @@ def _steps(plan: Plan, problem: Problem) -> tuple[Instance, list[launch.Step]]:
     return ready, steps
 
 
-def _params(plan: Plan, problem: Problem, ready: Instance, pointers: dict[str, int]) -> np.ndarray:
+def _params(plan: Plan, problem: Problem, ready: Instance | cuda_fp.Instance, pointers: dict[str, int]) -> np.ndarray:
     return launch.pack_prefill(problem, ready.tile.m, plan.extra[1], ready.factor_left, pointers, ready.flat)
 
 
@@ -301,8 +313,10 @@ def clear_source(out_bytes: int, lse_bytes: int, flat: bool) -> jit.Source:
 
 
 @functools.lru_cache(maxsize=512)
-def with_load(chosen: Instance, load: int, info: device.DeviceInfo) -> Instance:
+def with_load(chosen: Instance | cuda_fp.Instance, load: int, info: device.DeviceInfo) -> Instance | cuda_fp.Instance:
     """The instance for arrays that allow copies of ``load`` bytes."""
+    if isinstance(chosen, cuda_fp.Instance):
+        return cuda_fp.with_load(chosen, load)
     if load == chosen.load:
         return chosen
     tile = tile_for(chosen.d, chosen.dv, chosen.mask, chosen.score, load, chosen.paged, chosen.flat, info) or chosen.tile
@@ -334,10 +348,12 @@ def _small_arrays(problem: Problem) -> Iterator[dict[str, int]]:
 
 def instances(arch: str) -> Iterator[jit.Source]:
     """Every common instance for an architecture such as "sm_90a": for precompilation."""
-    for chosen in common(arch):
-        yield chosen.source
+    yield from (chosen.source for chosen in common(arch))
+    yield from (chosen.source for chosen in cuda_fp.common(representative(arch)))
     for flat in (False, True):
         yield clear_source(2, 4, flat)
+    for itemsize in (4, 8):
+        yield clear_source(itemsize, itemsize, False)
     yield from naive_cuda.instances(arch)
 
 

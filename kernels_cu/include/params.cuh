@@ -16,7 +16,7 @@ struct PrefillParams {
     const void* kv_lengths;     // (batch), or null
     const void* kv_start;       // (batch), or null
     const float* alibi_slopes;  // (batch, heads_q), times log2(e) unless there is a bias; or null
-    const float* sinks;         // (heads_q), times log2(e); or null
+    const float* sinks;         // (heads_q), times log2(e); for prefill_fp float64 in natural units; or null
     const void* bias;           // (batch, heads_q, matrix_rows, bias_columns), or null
     const u8* mask;             // (batch, heads_q, matrix_rows, mask_columns), or null
     const void* mod_data;       // what score_mod and mask_mod read
@@ -45,4 +45,5 @@ struct PrefillParams {
     i32 page_shift;
     i32 index_bits;             // 1, 2, 4, 8: cu_seqlens_q, cu_seqlens_k, kv_lengths, kv_start are i32
     i32 tile_rows;              // query rows of a block
+    double scale64, softcap64, logit_scale64;  // of prefill_fp, which has lse and slopes in its own type
 };

@@ -120,10 +120,16 @@ __device__ __forceinline__ float exp2_fast(float x) {  // 2 ulp; results below 2
     return y;
 }
 
+__device__ __forceinline__ float exp2_full(float x) {  // 2 ulp, denormals kept
+    float y;
+    asm("ex2.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
 __device__ __forceinline__ float reciprocal_fast(float x) {
     float y;
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
 
-template <int LANES> __device__ __forceinline__ float shuffle_xor(float x) { return __shfl_xor_sync(0xffffffffu, x, LANES); }
+template <int LANES, class T> __device__ __forceinline__ T shuffle_xor(T x) { return __shfl_xor_sync(0xffffffffu, x, LANES); }

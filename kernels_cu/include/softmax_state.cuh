@@ -1,50 +1,51 @@
 // Online softmax of the rows that a lane holds a share of: an algebra of init, update, merge and finish.
 //
 // A state stands for weights 2^(x - reference) of logits x in log2 units: their sum, and elsewhere their weighted sum of values,
-// the accumulator. The reference follows the running maximum, within SLACK and up to rounding; it cancels in the end.
-#include "include/ptx.cuh"
+// the accumulator. The reference follows the running maximum, within Real::SLACK and up to rounding; it cancels in the end.
+#include "include/reals.cuh"
 
-template <int ROWS> struct SoftmaxState {
-    float reference[ROWS];  // LOWEST until a key is visible: -inf - -inf would be NaN
-    float sum[ROWS];        // this lane's share
+template <int ROWS, class Real = Fast32> struct SoftmaxState {
+    using T = typename Real::T;
+    T reference[ROWS];  // Real::LOWEST until a key is visible: -inf - -inf would be NaN
+    T sum[ROWS];        // this lane's share
 
     __device__ __forceinline__ void init() {
 #pragma unroll
-        for (int r = 0; r < ROWS; ++r) reference[r] = LOWEST, sum[r] = 0.0f;
+        for (int r = 0; r < ROWS; ++r) reference[r] = Real::LOWEST, sum[r] = 0;
     }
 
-    // The largest score of each row of a tile. Row r: tile r / 2, elements 2 (r % 2) and 2 (r % 2) + 1. fmaxf passes over NaN;
+    // The largest score of each row of a tile. Row r: tile r / 2, elements 2 (r % 2) and 2 (r % 2) + 1. max passes over NaN;
     // its weight will be NaN nevertheless.
-    template <int MT, int NT> static __device__ __forceinline__ void tops(float (&top)[ROWS], const float (&s)[MT][NT][4]) {
+    template <int MT, int NT> static __device__ __forceinline__ void tops(T (&top)[ROWS], const T (&s)[MT][NT][4]) {
         static_assert(ROWS == 2 * MT, "");
 #pragma unroll
         for (int r = 0; r < ROWS; ++r) {
             top[r] = -infinity();
 #pragma unroll
-            for (int nt = 0; nt < NT; ++nt) top[r] = fmaxf(top[r], fmaxf(s[r / 2][nt][r % 2 * 2], s[r / 2][nt][r % 2 * 2 + 1]));
-            top[r] = fmaxf(top[r], shuffle_xor<1>(top[r]));
-            top[r] = fmaxf(top[r], shuffle_xor<2>(top[r]));
+            for (int nt = 0; nt < NT; ++nt) top[r] = Real::max(top[r], Real::max(s[r / 2][nt][r % 2 * 2], s[r / 2][nt][r % 2 * 2 + 1]));
+            top[r] = Real::max(top[r], shuffle_xor<1>(top[r]));
+            top[r] = Real::max(top[r], shuffle_xor<2>(top[r]));
         }
     }
 
     // Bring the references up to the tops of a tile s of scores (logit x = scale * s, scale > 0), with sum and accumulator, and
-    // turn the scores into weights. A row whose top is above its reference by no more than SLACK keeps it: its weights are
+    // turn the scores into weights. A row whose top is above its reference by no more than Real::SLACK keeps it: its weights are
     // as exact with 2^SLACK as with 1 for the largest, and after the first tiles the accumulators are left alone.
     template <int MT, int NT, int OT>
-    __device__ __forceinline__ void update(float (&s)[MT][NT][4], float (&acc)[MT][OT][4], const float (&top)[ROWS], float scale) {
-        float raised[ROWS];
+    __device__ __forceinline__ void update(T (&s)[MT][NT][4], T (&acc)[MT][OT][4], const T (&top)[ROWS], T scale) {
+        T raised[ROWS];
         bool raise = false, large = false;
 #pragma unroll
         for (int r = 0; r < ROWS; ++r) {
-            const float x = __fmul_rn(top[r], scale);
-            const bool stay = x <= reference[r] + SLACK;
+            const T x = Real::mul(top[r], scale);
+            const bool stay = x <= reference[r] + Real::SLACK;
             raised[r] = stay ? reference[r] : x;
             raise = raise || !stay;
         }
         if (__any_sync(0xffffffffu, raise)) {
 #pragma unroll
             for (int r = 0; r < ROWS; ++r) {
-                const float factor = exp2_fast(reference[r] - raised[r]);
+                const T factor = Real::exp2(reference[r] - raised[r]);
                 reference[r] = raised[r];
                 sum[r] *= factor;
 #pragma unroll
@@ -52,7 +53,7 @@ template <int ROWS> struct SoftmaxState {
             }
         }
 #pragma unroll
-        for (int r = 0; r < ROWS; ++r) large = large || fabsf(reference[r]) >= LARGE;
+        for (int r = 0; r < ROWS; ++r) large = large || Real::abs(reference[r]) >= Real::LARGE;
         // One fused multiply-add an element leaves the rounding error of the reference in the exponent: harmless below
         // LARGE, an overflow far above. There the product is rounded like the reference was.
         if (__any_sync(0xffffffffu, large)) {
@@ -61,8 +62,8 @@ template <int ROWS> struct SoftmaxState {
 #pragma unroll
                 for (int nt = 0; nt < NT; ++nt)
 #pragma unroll
-                    for (int c = 0; c < 4; ++c) s[mt][nt][c] = __fmul_rn(s[mt][nt][c], scale);
-            scale = 1.0f;
+                    for (int c = 0; c < 4; ++c) s[mt][nt][c] = Real::mul(s[mt][nt][c], scale);
+            scale = 1;
         }
 #pragma unroll
         for (int nt = 0; nt < NT; ++nt)
@@ -71,16 +72,16 @@ template <int ROWS> struct SoftmaxState {
 #pragma unroll
                 for (int c = 0; c < 4; ++c) {
                     const int r = 2 * mt + c / 2;
-                    s[mt][nt][c] = exp2_fast(__fmaf_rn(s[mt][nt][c], scale, -reference[r]));
+                    s[mt][nt][c] = Real::exp2(Real::fma(s[mt][nt][c], scale, -reference[r]));
                     sum[r] += s[mt][nt][c];
                 }
     }
 
     // The state of the union of two sets of keys; the factors bring the two accumulators to the common reference.
-    __device__ __forceinline__ void merge(int r, float other_reference, float other_sum, float& factor, float& other_factor) {
-        const float raised = fmaxf(reference[r], other_reference);
-        factor = exp2_fast(reference[r] - raised);
-        other_factor = exp2_fast(other_reference - raised);
+    __device__ __forceinline__ void merge(int r, T other_reference, T other_sum, T& factor, T& other_factor) {
+        const T raised = Real::max(reference[r], other_reference);
+        factor = Real::exp2(reference[r] - raised);
+        other_factor = Real::exp2(other_reference - raised);
         reference[r] = raised;
         sum[r] = sum[r] * factor + other_sum * other_factor;
     }
@@ -92,7 +93,7 @@ template <int ROWS> struct SoftmaxState {
     }
 
     // Reference and reduced sum of row first + i, i < 4: registers have no index at run time.
-    __device__ __forceinline__ void pick(int first, int i, float& of, float& total) const {
+    __device__ __forceinline__ void pick(int first, int i, T& of, T& total) const {
         of = reference[first], total = sum[first];
 #pragma unroll
         for (int r = 1; r < 4 && first + r < ROWS; ++r)
@@ -100,10 +101,5 @@ template <int ROWS> struct SoftmaxState {
     }
 
     // Natural log-sum-exp; -inf if the row has seen nothing.
-    static __device__ __forceinline__ float finish(float reference, float sum) { return fmaf(reference, LN2, logf(sum)); }
-
-  private:
-    static constexpr float LOWEST = -3.402823466e38f;  // of all finite numbers
-    static constexpr float SLACK = 8.0f;  // log2 units
-    static constexpr float LARGE = 1048576.0f;  // the error of a reference below is at most 2^-5
+    static __device__ __forceinline__ T finish(T reference, T sum) { return Real::fma(reference, Real::LN2, Real::log(sum)); }
 };

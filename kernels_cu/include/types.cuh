@@ -8,6 +8,9 @@ using u64 = unsigned long long;
 using i32 = int;
 using i64 = long long;
 
+template <class A, class B> constexpr bool same = false;
+template <class A> constexpr bool same<A, A> = true;
+
 struct Fp16 {};  // IEEE binary16
 struct Bf16 {};  // bfloat16
 

@@ -16,8 +16,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-from cuflash import arrays, jit, launch
-from cuflash.backends import cuda, packed
+from cuflash import arrays, jit, launch, tiles_fp
+from cuflash.backends import cuda, cuda_fp, packed
 from cuflash.device import DeviceInfo
 from cuflash.types import INDICES, ArrayView, Problem
 
@@ -34,6 +34,8 @@ KERNEL_FLAGS = (
 TAIL = """
 extern "C" void emulated_entry(const void* params) {{ {name}(*static_cast<const {params}*>(params)); }}
 """
+
+Instance = cuda.Instance | cuda_fp.Instance
 
 
 class EmulationError(AssertionError):
@@ -155,9 +157,9 @@ class Emulator:
         if not runtime.emulator_launch(entry, ctypes.c_void_p(params.ctypes.data), ctypes.byref(launch)):
             raise EmulationError(message.value.decode())
 
-    def prepare(self, instance: cuda.Instance, info: DeviceInfo) -> concurrent.futures.Future[Path]:
+    def prepare(self, instance: Instance, info: DeviceInfo) -> concurrent.futures.Future[Path]:
         """Have an instance compiled, with the code paths of a GPU."""
-        return self.prepare_source(instance.source, "PrefillParams", _code_path(info))
+        return self.prepare_source(instance.source, "PrefillParams", _code_path(instance, info))
 
     def prepare_source(self, source: jit.Source, params: str, arch: int) -> concurrent.futures.Future[Path]:
         """Have a kernel compiled; arguments as for :meth:`compile`."""
@@ -166,7 +168,7 @@ class Emulator:
             self._compiled[key] = self._pool.submit(self.compile, jit.assemble(source), source.name, params, arch)
         return self._compiled[key]
 
-    def run(self, problem: Problem, info: DeviceInfo, instance: cuda.Instance | None = None, side: Side = "end") -> None:
+    def run(self, problem: Problem, info: DeviceInfo, instance: Instance | None = None, side: Side = "end") -> None:
         """Write ``problem.out`` and ``problem.lse`` as the raw backend would.
 
         Parameters
@@ -175,7 +177,7 @@ class Emulator:
             Of NumPy arrays, with ``out``.
         info : DeviceInfo
             The GPU that is emulated: it decides on tiles, the order of the blocks and the code paths.
-        instance : cuda.Instance, optional
+        instance : Instance, optional
             Instead of the one that the backend would choose.
         side : {"start", "end"}
             Which ends of the arrays are watched to the byte.
@@ -189,7 +191,7 @@ class Emulator:
         on_device = isinstance(problem.cu_seqlens_q, ArrayView)
         if problem.varlen and not on_device:
             packed.clear_slack(problem)
-        blocks = cuda._grid(problem, instance.tile)
+        blocks = cuda._grid(problem, instance)
         if blocks == 0:
             return
         library = self.prepare(instance, info).result()
@@ -205,7 +207,7 @@ class Emulator:
         try:
             if on_device:
                 source = cuda.clear_source(problem.out_dtype.itemsize, problem.compute_dtype.itemsize, instance.flat)
-                clear = self.compile(jit.assemble(source), source.name, "PrefillParams", _code_path(info))
+                clear = self.compile(jit.assemble(source), source.name, "PrefillParams", _code_path(instance, info))
                 self.execute(clear, params, -(-problem.q.shape[0] // cuda.CLEAR_ROWS), cuda.CLEAR_ROWS, 0, memory)
             self.execute(library, params, blocks, instance.tile.threads, instance.shared_memory, memory)
         except EmulationError as error:
@@ -214,13 +216,15 @@ class Emulator:
             a.write_back()
 
 
-def chosen(problem: Problem, info: DeviceInfo) -> cuda.Instance:
+def chosen(problem: Problem, info: DeviceInfo) -> Instance:
     """The instance that the backend takes for these arrays on this GPU."""
     instance = cuda.instance(problem, info)
     assert instance is not None
     return instance
 
 
-def _code_path(info: DeviceInfo) -> int:
-    """CUFLASH_ARCH; the GPUs from sm_80 on run the same code."""
+def _code_path(instance: Instance, info: DeviceInfo) -> int:
+    """CUFLASH_ARCH; the GPUs from sm_80 on run the same code, but for products of float64."""
+    if isinstance(instance, cuda_fp.Instance) and instance.kind == tiles_fp.DMMA and info.cc >= (9, 0):
+        return 900
     return 750 if info.cc < (8, 0) else 800

@@ -72,13 +72,20 @@ inline float __uint_as_float(unsigned x) { return bits_as<float>(x); }
 inline int __float_as_int(float x) { return bits_as<int>(x); }
 inline long long __double_as_longlong(double x) { return bits_as<long long>(x); }
 inline unsigned __float_as_uint(float x) { return bits_as<unsigned>(x); }
+inline int __double2loint(double x) { return int(bits_as<unsigned long long>(x)); }
+inline double __hiloint2double(int high, int low) { return bits_as<double>((unsigned long long)(unsigned)high << 32 | (unsigned)low); }
 
 decltype(sizeof 0) __cvta_generic_to_shared(const void*);
 void __syncthreads();
 int __syncthreads_or(int);
 bool __any_sync(unsigned, bool);
+void __syncwarp();
+unsigned __ballot_sync(unsigned, bool);
 float __shfl_xor_sync(unsigned, float, int);
 double __shfl_xor_sync(unsigned, double, int);
+unsigned __shfl_xor_sync(unsigned, unsigned, int);
+float __shfl_sync(unsigned, float, int);
+double __shfl_sync(unsigned, double, int);
 
 // ---- PTX ----------------------------------------------------------------------------------------------------------------
 
@@ -99,6 +106,8 @@ void cvt_rn_f16_f32(b16& d, float a);
 void cvt_f32_f16(float& d, b16 a);
 void fma_rn_f16x2(b32& d, b32 a, b32 b, b32 c);
 void fma_rn_bf16x2(b32& d, b32 a, b32 b, b32 c);
+void cvt_rna_tf32_f32(b32& d, float a);
+void ex2_approx_f32(float& d, float a);
 void ex2_approx_ftz_f32(float& d, float a);
 void rcp_approx_ftz_f32(float& d, float a);
 
@@ -126,5 +135,11 @@ void mma_sync_aligned_m16n8k16_row_col_f32_bf16_bf16_f32(
     float& d0, float& d1, float& d2, float& d3, b32 a0, b32 a1, b32 a2, b32 a3, b32 b0, b32 b1, float c0, float c1, float c2, float c3);
 void mma_sync_aligned_m16n8k8_row_col_f32_f16_f16_f32(
     float& d0, float& d1, float& d2, float& d3, b32 a0, b32 a1, b32 b0, float c0, float c1, float c2, float c3);
+void mma_sync_aligned_m16n8k8_row_col_f32_tf32_tf32_f32(
+    float& d0, float& d1, float& d2, float& d3, b32 a0, b32 a1, b32 a2, b32 a3, b32 b0, b32 b1, float c0, float c1, float c2, float c3);
+void mma_sync_aligned_m8n8k4_row_col_f64_f64_f64_f64(double& d0, double& d1, double a0, double b0, double c0, double c1);
+void mma_sync_aligned_m16n8k16_row_col_f64_f64_f64_f64(
+    double& d0, double& d1, double& d2, double& d3, double a0, double a1, double a2, double a3, double a4, double a5, double a6, double a7,
+    double b0, double b1, double b2, double b3, double c0, double c1, double c2, double c3);
 
 }  // namespace ptx

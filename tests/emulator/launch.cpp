@@ -21,20 +21,38 @@ bool __any_sync(unsigned, bool yes) {
     return threads[current].out[0] != 0;
 }
 
-template <class T> static T exchanged(T x, int mask) {  // with lane ^ mask
+void __syncwarp() {
+    emulator::with_warp("__syncwarp", [](emulator::Thread*) {});
+}
+
+unsigned __ballot_sync(unsigned, bool yes) {
+    using namespace emulator;
+    threads[current].in[0] = yes;
+    with_warp("__ballot_sync", [](Thread* lanes) {
+        unsigned all = 0;
+        for (int lane = 0; lane < WARP; ++lane) all |= lanes[lane].in[0] << lane;
+        for (int lane = 0; lane < WARP; ++lane) lanes[lane].out[0] = all;
+    });
+    return threads[current].out[0];
+}
+
+template <class T> static T exchanged(const char* name, T x, int from) {  // what lane `from` has
     using namespace emulator;
     constexpr int WORDS = sizeof(T) / 4;
     memcpy(&threads[current].in[0], &x, sizeof x);
-    threads[current].in[WORDS] = mask;
-    with_warp("__shfl_xor_sync", [](Thread* lanes) {
-        for (int lane = 0; lane < WARP; ++lane) memcpy(lanes[lane].out, lanes[lane ^ lanes[lane].in[WORDS]].in, sizeof(T));
+    threads[current].in[WORDS] = from % WARP;
+    with_warp(name, [](Thread* lanes) {
+        for (int lane = 0; lane < WARP; ++lane) memcpy(lanes[lane].out, lanes[lanes[lane].in[WORDS]].in, sizeof(T));
     });
     memcpy(&x, &threads[current].out[0], sizeof x);
     return x;
 }
 
-float __shfl_xor_sync(unsigned, float x, int mask) { return exchanged(x, mask); }
-double __shfl_xor_sync(unsigned, double x, int mask) { return exchanged(x, mask); }
+float __shfl_xor_sync(unsigned, float x, int mask) { return exchanged("__shfl_xor_sync", x, emulator::current ^ mask); }
+double __shfl_xor_sync(unsigned, double x, int mask) { return exchanged("__shfl_xor_sync", x, emulator::current ^ mask); }
+unsigned __shfl_xor_sync(unsigned, unsigned x, int mask) { return exchanged("__shfl_xor_sync", x, emulator::current ^ mask); }
+float __shfl_sync(unsigned, float x, int lane) { return exchanged("__shfl_sync", x, lane); }
+double __shfl_sync(unsigned, double x, int lane) { return exchanged("__shfl_sync", x, lane); }
 
 namespace emulator {
 

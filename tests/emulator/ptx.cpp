@@ -72,6 +72,7 @@ void fma_rn_bf16x2(b32& d, unsigned a, unsigned b, unsigned c) { d = fma2<Bfloat
 // ---- arithmetic ------------------------------------------------------------------------------------------------------
 
 static float flushed(float x) { return fabsf(x) < 1.17549435e-38f ? 0.0f : x; }
+void ex2_approx_f32(float& d, float a) { d = exp2f(a); }
 void ex2_approx_ftz_f32(float& d, float a) { d = flushed(exp2f(flushed(a))); }
 void rcp_approx_ftz_f32(float& d, float a) { d = flushed(1.0f / flushed(a)); }
 
@@ -192,6 +193,73 @@ void mma_sync_aligned_m16n8k16_row_col_f32_bf16_bf16_f32(
 void mma_sync_aligned_m16n8k8_row_col_f32_f16_f16_f32(
     float& d0, float& d1, float& d2, float& d3, b32 a0, b32 a1, b32 b0, float c0, float c1, float c2, float c3) {
     mma<Half, 8>("mma.m16n8k8", d0, d1, d2, d3, c0, c1, c2, c3, a0, a1, b0);
+}
+
+// The 10 fraction bits of TF32. Conversion rounds ties away from 0, tensor cores leave the other bits out.
+void cvt_rna_tf32_f32(b32& d, float a) {
+    const unsigned x = bits<unsigned>(a);
+    d = fabsf(a) < INFINITY ? (x + 0x1000) & 0xffffe000 : a != a ? 0x7fffe000 : x;
+}
+
+static float towards_zero(double x) {
+    const float y = float(x);
+    return fabs(double(y)) > fabs(x) && fabsf(y) < INFINITY ? nextafterf(y, 0.0f) : y;
+}
+
+// Sums are rounded towards 0, as tensor cores do.
+void mma_sync_aligned_m16n8k8_row_col_f32_tf32_tf32_f32(
+    float& d0, float& d1, float& d2, float& d3, b32 a0, b32 a1, b32 a2, b32 a3, b32 b0, b32 b1, float c0, float c1, float c2, float c3) {
+    const unsigned in[] = {bits<unsigned>(c0), bits<unsigned>(c1), bits<unsigned>(c2), bits<unsigned>(c3), a0, a1, a2, a3, b0, b1};
+    memcpy(threads[current].in, in, sizeof in);
+    with_warp("mma.m16n8k8.tf32", [](Thread* lanes) {
+        const auto number = [lanes](int lane, int i) { return double(bits<float>(lanes[lane].in[i] & 0xffffe000)); };
+        for (int row = 0; row < 16; ++row)
+            for (int column = 0; column < 8; ++column) {
+                Thread& lane = lanes[row % 8 * 4 + column / 2];
+                const int i = row / 8 * 2 + column % 2;
+                double sum = bits<float>(lane.in[i]);
+                for (int k = 0; k < 8; ++k)
+                    sum += number(row % 8 * 4 + k % 4, 4 + row / 8 + k / 4 * 2) * number(column * 4 + k % 4, 8 + k / 4);
+                lane.out[i] = bits<unsigned>(towards_zero(sum));
+            }
+    });
+    const unsigned* out = threads[current].out;
+    d0 = bits<float>(out[0]), d1 = bits<float>(out[1]), d2 = bits<float>(out[2]), d3 = bits<float>(out[3]);
+}
+
+// D = C + A B, A ROWS x DEPTH, B DEPTH x 8, in float64: operands of a lane in the order D, A, B.
+template <int ROWS, int DEPTH> static void multiply_f64(Thread* lanes) {
+    constexpr int D = ROWS / 4, A = ROWS * DEPTH / 32;
+    const auto number = [lanes](int lane, int i) {
+        double x;
+        memcpy(&x, &lanes[lane].in[2 * i], sizeof x);
+        return x;
+    };
+    for (int row = 0; row < ROWS; ++row)
+        for (int column = 0; column < 8; ++column) {
+            const int lane = row % 8 * 4 + column / 2, i = row / 8 * 2 + column % 2;
+            double sum = number(lane, i);
+            for (int k = 0; k < DEPTH; ++k)
+                sum = fma(number(row % 8 * 4 + k % 4, D + row / 8 + k / 4 * (ROWS / 8)), number(column * 4 + k % 4, D + A + k / 4), sum);
+            memcpy(&lanes[lane].out[2 * i], &sum, sizeof sum);
+        }
+}
+
+void mma_sync_aligned_m8n8k4_row_col_f64_f64_f64_f64(double& d0, double& d1, double a0, double b0, double c0, double c1) {
+    const double in[] = {c0, c1, a0, b0};
+    memcpy(threads[current].in, in, sizeof in);
+    with_warp("mma.m8n8k4.f64", multiply_f64<8, 4>);
+    memcpy(&d0, &threads[current].out[0], sizeof d0), memcpy(&d1, &threads[current].out[2], sizeof d1);
+}
+
+void mma_sync_aligned_m16n8k16_row_col_f64_f64_f64_f64(
+    double& d0, double& d1, double& d2, double& d3, double a0, double a1, double a2, double a3, double a4, double a5, double a6, double a7,
+    double b0, double b1, double b2, double b3, double c0, double c1, double c2, double c3) {
+    const double in[] = {c0, c1, c2, c3, a0, a1, a2, a3, a4, a5, a6, a7, b0, b1, b2, b3};
+    memcpy(threads[current].in, in, sizeof in);
+    with_warp("mma.m16n8k16.f64", multiply_f64<16, 16>);
+    double* const d[] = {&d0, &d1, &d2, &d3};
+    for (int i = 0; i < 4; ++i) memcpy(d[i], &threads[current].out[2 * i], sizeof(double));
 }
 
 }  // namespace ptx

@@ -25,8 +25,8 @@ struct Thread {
     bool started;
     State state;
     const char* at;     // the barrier or warp instruction that it has come to
-    unsigned in[12];    // its operands of a warp instruction
-    unsigned out[4];    // its results
+    alignas(8) unsigned in[32];  // its operands of a warp instruction
+    alignas(8) unsigned out[8];  // its results
 };
 
 inline Thread threads[MOST_THREADS];

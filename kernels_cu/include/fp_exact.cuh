@@ -1,0 +1,95 @@
+// The slow, plain way to compute a row, for those that the fast way cannot do.
+#include "include/fp_rows.cuh"
+#include "include/fp_score.cuh"
+#include "include/schedule.cuh"
+#include "include/softmax_state.cuh"
+
+constexpr float TINY = 7.888609052210118e-31f;  // 2^-100
+
+// A row of a warp's, by the whole warp, key by key and with C++'s arithmetic, straight from global memory. Keys that the row does not
+// see or whose logit is -inf do not take part, whatever they hold. It serves rows that came out infinite or NaN: on the fast way
+// 0 * infinity is NaN where a key of the same tile is invisible, and infinity has no rest that tensor cores could multiply.
+template <class C>
+__device__ __forceinline__ void exact_row(const PrefillParams& p, int warp_row) {
+    using T = typename C::T;
+    using Real = typename C::Real;
+    const int block = block_index(), thread = thread_index(), lane = thread % 32;
+    const WorkItem work = work_item(p, block / C::SLICES);
+    const int first_column = block % C::SLICES * C::DV, row = work.m_tile * C::M + thread / 32 * C::WARP_ROWS + warp_row;
+    const Sequence seq = sequence(p, work.batch);
+    constexpr int OWN = (C::DV + 31) / 32;  // columns of a lane: lane, lane + 32, ...
+    const T* q = row_gmem<T>(p.q, p.q_stride, work.batch, seq.q_begin + row, work.head);
+    const T* k = row_gmem<T>(p.k, p.k_stride, work.batch, seq.k_begin, work.head / p.group);
+    const T* v = row_gmem<T>(p.v, p.v_stride, work.batch, seq.k_begin, work.head / p.group) + first_column * p.v_stride.column;
+    const int columns = min(C::DV, p.head_dim_v - first_column), position = row + seq.position;
+    const ExactScore<C::SCORE, Real> score(p, work.batch, work.head);
+    const KeyRange seen = Visibility<C::MASK>(p, seq).of_all(position, position);
+    const T scale = T(p.logit_scale64);
+
+    SoftmaxState<1, Real> state;
+    state.init();
+    T o[OWN] = {};
+#pragma unroll 1
+    for (int first = seen.begin; first < seen.end; first += 32) {
+        const int key = first + lane;
+        T x = -infinity();
+        if (key < seen.end) {
+            T s = 0;
+#pragma unroll 1
+            for (int d = 0; d < p.head_dim; ++d)
+                s = Real::fma(q[d * p.q_stride.column], k[key * p.k_stride.row + d * p.k_stride.column], s);
+            x = Real::mul(score(s, position, key), scale);
+        }
+        T top = x;
+#pragma unroll
+        for (int lanes = 16; lanes > 0; lanes /= 2) top = Real::max(top, __shfl_xor_sync(0xffffffffu, top, lanes));
+        const T raised = Real::max(state.reference[0], top), base = raised == -infinity() ? T(0) : raised;
+        const T factor = Real::exp2(state.reference[0] - base), weight = Real::exp2(x - base);
+        state.reference[0] = raised;
+        state.sum[0] = state.sum[0] * factor + weight;  // this lane's share
+#pragma unroll
+        for (int i = 0; i < OWN; ++i) o[i] *= factor;
+        const u32 takes_part = __ballot_sync(0xffffffffu, !(x == -infinity()));
+#pragma unroll 1
+        for (int other = 0; other < 32; ++other) {
+            const T w = __shfl_sync(0xffffffffu, weight, other);
+            if ((takes_part >> other & 1) == 0) continue;
+#pragma unroll
+            for (int i = 0; i < OWN; ++i) {
+                const int column = lane + 32 * i;
+                if (column < columns) o[i] = Real::fma(w, v[(first + other) * p.v_stride.row + column * p.v_stride.column], o[i]);
+            }
+        }
+    }
+#pragma unroll
+    for (int lanes = 16; lanes > 0; lanes /= 2) state.sum[0] += __shfl_xor_sync(0xffffffffu, state.sum[0], lanes);
+    const bool empty = state.sum[0] == T(0);
+    const RowEnd end(p, work.head, state.reference[0], state.sum[0], 1.0);
+    using Out = typename C::Out;
+    auto* out = row_gmem<typename Stored<Out>::Type>(p.out, p.out_stride, work.batch, seq.q_begin + row, work.head) +
+                first_column * p.out_stride.column;
+#pragma unroll
+    for (int i = 0; i < OWN; ++i)
+        if (lane + 32 * i < columns) out[(lane + 32 * i) * p.out_stride.column] = Stored<Out>::from(empty ? T(0) : end.weighted(o[i]));
+    if (p.lse && lane == 0 && first_column == 0) *row_gmem<T>(p.lse, p.lse_stride, work.batch, seq.q_begin + row, work.head) = T(end.lse);
+}
+
+// Whether a value that the block's rows may see is smaller than TF32 keeps digits of, but not 0. By a whole warp.
+template <class C> __device__ __forceinline__ bool any_tiny_value(const PrefillParams& p) {
+    const int block = block_index(), lane = thread_index() % 32;
+    const WorkItem work = work_item(p, block / C::SLICES);
+    const int first_column = block % C::SLICES * C::DV;
+    const Sequence seq = sequence(p, work.batch);
+    const int position = work.m_tile * C::M + seq.position, columns = min(C::DV, p.head_dim_v - first_column);
+    const KeyRange seen = Visibility<C::MASK>(p, seq).of_any(position, position + C::M - 1);
+    const float* v = row_gmem<float>(p.v, p.v_stride, work.batch, seq.k_begin, work.head / p.group) + first_column * p.v_stride.column;
+    bool tiny = false;
+#pragma unroll 1
+    for (int key = seen.begin; key < seen.end; ++key)
+#pragma unroll 1
+        for (int column = lane; column < columns; column += 32) {
+            const float x = fabsf(v[key * p.v_stride.row + column * p.v_stride.column]);
+            tiny |= x > 0.0f && x < TINY;
+        }
+    return __any_sync(0xffffffffu, tiny);
+}

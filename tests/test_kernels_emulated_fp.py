@@ -1,0 +1,162 @@
+"""prefill_fp, the raw kernel for float32 and float64, on the host: all its kinds of arithmetic, thread by thread."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import compare
+import numpy as np
+import pytest
+from cases import CASES, F32, F64, absent, case, causal
+from cuflash import device, tiles_fp
+from cuflash import problem as problems
+from cuflash.backends import cuda
+from cuflash.tiles import HEAD_CLASSES
+from cuflash.types import Problem
+from emulator import emulate
+from test_kernels_emulated import FA2, FURTHER, Run, normal, of_arrays, of_case
+
+A100, H200, T4, RTX = (device.KNOWN[name] for name in ("A100", "H200", "T4", "RTX 4090"))
+# Every kind of arithmetic: three products of TF32, float64 tensor cores of two generations, multiply-adds.
+PLACES = ((F32, H200), (F64, H200), (F32, T4), (F64, A100), (F32, RTX), (F64, T4))
+
+
+def tile_runs() -> Iterator[Run]:
+    """Each tile that some GPU gets: two blocks of rows, the second with few, and three tiles of keys, the last with few."""
+    seen = set()
+    for (dtype, gpu), d in ((place, d) for place in (*PLACES, (F64, RTX)) for d in HEAD_CLASSES):
+        kind = tiles_fp.arithmetic(dtype.name, None, gpu)
+        tile = tiles_fp.prefill_fp(kind, dtype.name, d, d, gpu)
+        key = kind, dtype, d, tile._replace(resident=0), kind == tiles_fp.DMMA and gpu.cc < (9, 0)
+        if key in seen:
+            continue
+        seen.add(key)
+        shape = f"1,{tile.m + 5},{2 * tile.n + 9},1,1,{d - 3 * (len(seen) % 2)}"  # odd ones are copied number by number
+        yield of_case(case(f"tile-{d}-m{tile.m}n{tile.n}w{tile.warps}s{tile.stages}", shape, causal), dtype, gpu)
+
+
+def kind_runs() -> Iterator[Run]:
+    """All cases of the conformance suite that the kernel takes, each in one kind of arithmetic for float32 and one for float64."""
+    taken = 0
+    for c in (*CASES, *FURTHER):
+        if not {F32, F64} <= set(c.dtypes) or c.page_size or c.decode:
+            continue
+        options: dict[str, object] = {}
+        for builder in c.options:
+            options.update(builder(c.rng(), c.shape, F32))
+        options.pop("out_dtype", None)
+        if absent(FA2, F32, options):
+            continue
+        taken += 1
+        for dtype in (F32, F64):
+            places = [gpu for t, gpu in PLACES if t == dtype]
+            gpu = places[taken % 3]
+            if not (c.name == "out-bfloat16" and gpu is T4):
+                yield of_case(c, dtype, gpu)
+
+
+def changed(d: int, dtype: np.dtype, which: int, change: Callable[[np.ndarray], None]) -> tuple[np.ndarray, ...]:
+    """Queries (0), keys (1) and values (2) of one sequence, one of them changed in place."""
+    arrays = normal(d, dtype)
+    change(arrays[which][0, :, 0])
+    return arrays
+
+
+def spoil(values: np.ndarray) -> None:
+    """NaN and infinities that some rows of a tile see and others do not."""
+    rows, columns = [149, 130, 131, 70, 5], [3, values.shape[1] - 1, 0, 8, 1]
+    values[rows, columns] = np.nan, np.inf, -np.inf, np.nan, -np.inf
+
+
+def set_to(row: int, value: float) -> Callable[[np.ndarray], None]:
+    def change(a: np.ndarray) -> None:
+        a[...] = abs(a)
+        a[row, 3] = value
+
+    return change
+
+
+def hard_runs() -> Iterator[Run]:
+    for dtype, gpu in PLACES:
+        for d in (33, 128):
+            yield of_arrays(f"{dtype}-not-finite-values-{d}", gpu, lambda d=d, t=dtype: changed(d, t, 2, spoil), causal=True)
+        yield of_arrays(f"{dtype}-not-finite-values-window", gpu, lambda t=dtype: changed(64, t, 2, spoil), window=(20, 10))
+        for value in (np.nan, np.inf, -np.inf):  # logits of every sign: the queries have both
+            yield of_arrays(f"{dtype}-key-{value}", gpu, lambda t=dtype, x=value: changed(64, t, 1, set_to(60, x)), causal=True)
+        yield of_arrays(f"{dtype}-query-nan", gpu, lambda t=dtype: changed(64, t, 0, set_to(7, np.nan)), causal=True)
+        yield of_arrays(f"{dtype}-values-of-1e-{38 if dtype == F32 else 308}", gpu, lambda t=dtype: tiny_values(t), causal=True)
+        yield of_arrays(f"{dtype}-softcap-window-sinks", gpu, lambda t=dtype: normal(40, t), softcap=3.0, window=(50, 5), sinks=[1.0])
+
+
+def tiny_values(dtype: np.dtype) -> tuple[np.ndarray, ...]:
+    """Normal numbers whose results need the digits of denormals."""
+    q, k, v = normal(24, dtype)
+    return q, k, (v * np.finfo(dtype).tiny).astype(dtype)
+
+
+RUNS = {run.name: run for runs in (tile_runs(), kind_runs(), hard_runs()) for run in runs}
+
+
+@pytest.fixture(scope="module")
+def emulator(request, tmp_path_factory):
+    """Compiles what the tests that were asked for need, in their order, while the first of them run already."""
+    made = emulate.Emulator(tmp_path_factory.mktemp("emulated"))
+    for item in request.session.items:
+        run = RUNS.get(item.callspec.params.get("name")) if item.module is request.module and hasattr(item, "callspec") else None
+        if run is not None:
+            made.prepare(run.instance(run.build()[0]), run.gpu)
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_results_and_accesses(emulator, name):
+    """The ends of all arrays at forbidden pages, or for every other run the beginnings."""
+    run = RUNS[name]
+    problem, check = run.build()
+    assert cuda.decline(problem, "fa2") is None
+    emulator.run(problem, run.gpu, run.instance(problem), side="start" if len(name) % 2 else "end")
+    check()
+
+
+def to_tf32(a: np.ndarray) -> np.ndarray:
+    """Rounded to 11 bits, ties away from 0."""
+    return ((a.view(np.uint32) + np.uint32(0x1000)) & np.uint32(0xFFFFE000)).view(np.float32)
+
+
+@pytest.mark.parametrize("d", [24, 64, 128, 256])
+def test_tf32_on_request(emulator, d):
+    """Within twice the error of the naive computation on operands rounded to TF32, and not better: it is what was asked for."""
+    arrays = normal(d, F32)
+    plain = problems.build_attention(*arrays, causal=True, precision="tf32")
+    out, lse = np.full(arrays[0].shape, np.nan, F32), np.full((1, 1, 150), np.nan, F32)
+    emulator.run(problems.with_outputs(plain, out, lse, True, "BSHD", 4)[0], H200)
+    want = compare.expect([plain])
+    q, k, v = (to_tf32(a[0, :, 0]) for a in arrays)
+    s = np.where(np.tri(150, dtype=bool), (q @ k.T) * np.float32(plain.scale), -np.inf).astype(np.float32)
+    weights = np.exp(s - s.max(1, keepdims=True))
+    naive = to_tf32(weights) @ v / weights.sum(1, keepdims=True)
+    error = np.abs(naive - want.out[0][0, :, 0]).max()
+    eps = 2.0**-10
+    compare.assert_close(out, want.out[0], 2 * error + 2 * eps * np.abs(want.out[0]).max(), "out")
+    naive_lse = s.max(1) + np.log(weights.sum(1))
+    compare.assert_close(lse, want.lse[0], 2 * np.abs(naive_lse - want.lse[0][0, 0]).max() + 2 * eps * np.abs(want.lse[0]).max(), "lse")
+    assert np.abs(out - want.out[0]).max() > want.out_bound  # so that TF32 was used at all
+
+
+@pytest.mark.parametrize("gpu", [H200, T4], ids=lambda gpu: gpu.name)
+def test_long_rows_of_one_sign(emulator, gpu):
+    """Rounding towards 0 does not add up over thousands of keys."""
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal((1, n, 1, 32)).astype(F32) for n in (4, 4096, 4096))
+    plain: Problem = problems.build_attention(q, k, abs(v))
+    out, lse = np.full(q.shape, np.nan, F32), np.full((1, 1, 4), np.nan, F32)
+    emulator.run(problems.with_outputs(plain, out, lse, True, "BSHD", 4)[0], gpu)
+    want = compare.expect([plain])
+    compare.assert_close(out, want.out[0], want.out_bound, "out")
+    compare.assert_close(lse, want.lse[0], want.lse_bound, "lse")
+
+
+def test_the_runs_have_every_kind_of_arithmetic():
+    kinds = {run.instance(run.build()[0]).kind for name, run in RUNS.items() if name.startswith("tile-")}
+    assert kinds == {tiles_fp.SIMT, tiles_fp.TF32X3, tiles_fp.DMMA}
