@@ -158,8 +158,6 @@ def max_seqlen(value: Any, name: str, cu: np.ndarray) -> int:
 def capacity(problem: Problem) -> tuple[np.ndarray, str]:
     """How many keys each sequence has room for, (B,), and in words what that is."""
     if problem.cu_seqlens_k is not None:
-        if isinstance(problem.cu_seqlens_k, ArrayView):
-            return np.full(problem.batch, problem.k.shape[0]), "all keys that there are"
         return np.diff(problem.cu_seqlens_k), "the sequence's keys"
     name = "the capacity of its page table row" if problem.paged else f"the keys of {user_name(problem, 'k')}"
     return np.full(problem.batch, problem.seqlen_k), name

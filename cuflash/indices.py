@@ -57,6 +57,16 @@ def max_seqlen(value: Any, name: str, cu: np.ndarray | ArrayView, total: int) ->
     return total if value is None else checks.integer(value, name, low=0)
 
 
+def capacity(problem: Problem) -> tuple[np.ndarray, str]:
+    """As checks.capacity; where only the device knows the lengths of the sequences, a limit that is right for all of them."""
+    if not isinstance(problem.cu_seqlens_k, ArrayView):
+        return checks.capacity(problem)
+    found = to_check(problem.cu_seqlens_k)
+    if found is None:
+        return np.full(problem.batch, problem.k.shape[-3]), "all keys that there are"
+    return np.diff(found[0]), "the sequence's keys"  # type: ignore[arg-type]
+
+
 def per_sequence(value: Any, name: str, problem: Problem, limit: np.ndarray, what: str) -> np.ndarray | ArrayView:
     """Lengths (B,), each between 0 and its limit."""
     if isinstance(value, ArrayView):  # checked before

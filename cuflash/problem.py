@@ -117,7 +117,7 @@ def decode_lengths(kv_lengths: Any, problem: Problem) -> Any:
     """Checked kv_lengths of decode(): what is in the cache, before new keys."""
     if kv_lengths is None:
         raise TypeError("kv_lengths: got None; decode() needs the number of keys that each sequence has in the cache")
-    return indices.per_sequence(kv_lengths, "kv_lengths", problem, *checks.capacity(problem))
+    return indices.per_sequence(kv_lengths, "kv_lengths", problem, *indices.capacity(problem))
 
 
 def lengths_after(lengths: Any, count: int, problem: Problem) -> np.ndarray:
@@ -224,7 +224,7 @@ def with_options(
 
 def with_lengths(problem: Problem, kv_lengths: Any, kv_start: Any) -> dict[str, Any]:
     """Checked kv_lengths and kv_start, and the page table entries that they make used."""
-    limit, what = checks.capacity(problem)
+    limit, what = indices.capacity(problem)
     if kv_lengths is not None:
         kv_lengths = indices.per_sequence(kv_lengths, "kv_lengths", problem, limit, what)
     elif problem.paged:

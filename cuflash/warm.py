@@ -5,7 +5,7 @@ And the launch, where a backend can prepare one (``prepare``): a call of the sam
 from call to call, the addresses, and launches.
 
 A signature holds types, shapes, strides, dtypes, device and alignment of the arrays and the options that are plain values. Calls
-with options that are arrays or callables have none and go the ordinary way, as all calls do while ``device.pretend`` is at work.
+with options that are arrays or callables have none and go the ordinary way; no launch is kept or used under ``device.pretend``.
 No kept thing refers to an array of a user.
 """
 

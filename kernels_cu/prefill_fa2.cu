@@ -45,6 +45,7 @@ struct PrefillFa2 {
     static constexpr int PIPELINE_BYTES = TOP_SMEM + (GROUPS > 1 ? 4 * GROUPS * M : 0);
     static constexpr int SMEM_BYTES = PIPELINE_BYTES > OTile::BYTES ? PIPELINE_BYTES : OTile::BYTES;  // out passes through it in the end
     static_assert(MT * 16 * WARPS_ == M * GROUPS && NT % 2 == 0 && OT % 2 == 0 && (STAGES == 1 || STAGES == 2), "");
+    static_assert(GROUPS == 1 || OTile::BYTES <= TOP_SMEM, "out is staged while sums are still being read");
 };
 
 // All tiles of the block. A warp computes those that its own rows may see.

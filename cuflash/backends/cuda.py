@@ -113,9 +113,9 @@ def unusable() -> str | None:
     if reason is not None:
         return reason
     try:
-        import cupy
+        from cupy_backends.cuda.api import runtime  # CuPy's own, without the rest of it
 
-        if cupy.cuda.runtime.getDeviceCount() < 1:
+        if runtime.getDeviceCount() < 1:
             return "CUDA finds no GPU"
     except Exception as error:  # whatever CuPy or the driver raises, it is a reason and not a failure of the call
         return f"CuPy finds no GPU ({type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''})"

@@ -69,7 +69,7 @@ class Shape:
 
 T = TypeVar("T")
 Arrays = tuple[Any, Any, Any]  # q, k, v as CuPy arrays
-Call = Callable[[], Any]  # computes into a fixed place; returns the output as an array with DLPack, (B, S, H, D)
+Call = Callable[[], Any]  # returns the output as an array with DLPack, (B, S, H, D)
 Peer = Callable[[Arrays, bool], Call]
 
 

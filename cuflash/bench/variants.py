@@ -55,7 +55,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Pair:
-    """A variant, the plain call, and the variant's share of its work; ``limit`` is what design allows."""
+    """A variant, the plain call, and the variant's share of its work; ``limit`` is the largest cost that is aimed at."""
 
     name: str
     variant: Call

@@ -80,6 +80,7 @@ template <class Tile, int THREADS, int LOAD, bool GROUPED = false> struct TileLo
 
     // Replace those of the numbers that this thread has copied by 0 which are infinite or NaN.
     template <class T> static __device__ __forceinline__ void clear_not_finite(int thread, u32 tile_smem) {
+        if (Tile::ROWS % PASS != 0 && thread / Tile::CHUNKS >= Tile::ROWS) return;  // a pass has more rows than the tile
 #pragma unroll 1
         for (int i = 0; i < OWN_CHUNKS; ++i) {
             const u32 at = own_chunk(thread, tile_smem, i);
@@ -97,9 +98,9 @@ template <class Tile, int THREADS, int LOAD, bool GROUPED = false> struct TileLo
     static_assert(Tile::ROWS % PASS == 0 || PASS % Tile::ROWS == 0, "");
     static constexpr int OWN_CHUNKS = PASSES * Tile::BLOCKS;
 
-    // The i-th chunk that this thread copied. Where a pass has more rows than the tile, threads past its end name a chunk of others.
+    // The i-th chunk that this thread copied.
     static __device__ __forceinline__ u32 own_chunk(int thread, u32 tile_smem, int i) {
-        const int row = thread / Tile::CHUNKS % Tile::ROWS + i / Tile::BLOCKS * PASS;
+        const int row = thread / Tile::CHUNKS + i / Tile::BLOCKS * PASS;
         return tile_smem + i % Tile::BLOCKS * Tile::BLOCK_BYTES + Tile::offset(Order::row(row), thread % Tile::CHUNKS);
     }
 

@@ -46,7 +46,7 @@ struct Sequence {
     int position;           // query row r stands at r + position
 };
 
-// Lengths on the device cannot be checked beforehand: they are clamped to what the arrays hold.
+// Lengths on the device cannot be checked beforehand: they are clamped to what the arrays and, packed, the sequence hold.
 __device__ __forceinline__ Sequence sequence(const PrefillParams& p, int batch) {
     Sequence s{0, p.q_rows, 0, 0, p.k_rows, 0};
     if (p.cu_seqlens_q) {
@@ -57,7 +57,7 @@ __device__ __forceinline__ Sequence sequence(const PrefillParams& p, int batch) 
         s.k_begin = clamp(index_at(p, p.cu_seqlens_k, 2, batch), 0, p.k_rows);
         s.kv_length = clamp(index_at(p, p.cu_seqlens_k, 2, batch + 1), s.k_begin, p.k_rows) - s.k_begin;
     }
-    if (p.kv_lengths) s.kv_length = clamp(index_at(p, p.kv_lengths, 4, batch), 0, p.k_rows - s.k_begin);
+    if (p.kv_lengths) s.kv_length = clamp(index_at(p, p.kv_lengths, 4, batch), 0, s.kv_length);
     if (p.kv_start) s.kv_start = clamp(index_at(p, p.kv_start, 8, batch), 0, s.kv_length);
     s.position = p.upper_left ? 0 : s.kv_length - s.q_length;
     return s;

@@ -263,7 +263,8 @@ template <class C> struct WarpAttention {
             for (int r = 0; r < 2 * C::MT; ++r) {
                 top[r] = -infinity();
 #pragma unroll
-                for (int g = 0; g < C::GROUPS; ++g) top[r] = fmaxf(top[r], __uint_as_float(load_smem_4(tops(block.smem, g, thread) + 32 * r)));
+                for (int g = 0; g < C::GROUPS; ++g)
+                    top[r] = fmaxf(top[r], __uint_as_float(load_smem_4(tops(block.smem, g, thread) + 32 * r)));
             }
         }
         state.update(S_rmem, O_rmem, top, p.logit_scale);
@@ -310,8 +311,8 @@ template <class C> struct WarpAttention {
         return !(fabsf(watched[0]) + fabsf(watched[1]) + fabsf(watched[2]) + fabsf(watched[3]) < infinity());
     }
 
-    // Natural log-sum-exp of row first + i of the lane's, which is row `row` of the block. A reference says nothing where the largest bias is too low
-    // for log2 units; beside such a one the scores do not matter.
+    // Natural log-sum-exp of row first + i of the lane's, which is row `row` of the block. A reference says nothing where the largest
+    // bias is too low for log2 units; beside such a one the scores do not matter.
     __device__ __forceinline__ float lse(int first, int i, int row, const WorkItem& work, const Sequence& seq) const {
         float reference, sum;
         state.pick(first, i, reference, sum);
