@@ -56,7 +56,7 @@ class Tile(NamedTuple):
 @dataclass(frozen=True)
 class Choice:
     """Tiles in order of preference: without and with a band mask (causal, window), and for kernels that need more registers
-    than those (score kinds other than the plain one, copies of 4 bytes and arrays of any strides)."""
+    than those (score kinds other than the plain one, copies of less than 16 bytes and arrays of any strides)."""
 
     full: tuple[Tile, ...]
     band: tuple[Tile, ...]

@@ -188,10 +188,10 @@ def is_flat(problem: Problem) -> bool:
 
 def tile_for(d: int, dv: int, mask: int, score: int, load: int, paged: bool, flat: bool, info: device.DeviceInfo) -> Tile | None:
     """The tile of an instance for padded head sizes, or None if none fits the GPU."""
-    lean = score != SCORE_PLAIN or load <= 4 or paged or flat
+    lean = score != SCORE_PLAIN or load < 16 or paged or flat
     arrays = bool(mask & MASK_ARRAY) + bool(score & SCORE_BIAS) + 2 * bool(score & SCORE_BIAS32)
     if arrays:
-        arrays = min(2, arrays + (paged or load <= 4))
+        arrays = min(2, arrays + (paged or load < 16))
     return tiles.prefill_fa2(d, dv, bool(mask & (MASK_LEFT | MASK_RIGHT)), lean, info, arrays)
 
 
