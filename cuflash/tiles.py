@@ -56,7 +56,8 @@ class Tile(NamedTuple):
 @dataclass(frozen=True)
 class Choice:
     """Tiles in order of preference: without and with a band mask (causal, window), and for kernels that need more registers
-    than those (score kinds other than the plain one, copies of less than 16 bytes and arrays of any strides)."""
+    than those: score kinds other than the plain one, copies of less than 16 bytes, any strides, pages, and packed sequences of
+    which the longest is not known."""
 
     full: tuple[Tile, ...]
     band: tuple[Tile, ...]
@@ -131,13 +132,6 @@ PREFILL_FA2_ARRAYS: dict[str, dict[int, tuple[Tile, Tile]]] = {
         128: (Tile(128, 32, 4, 2, 2), Tile(64, 64, 4, 2, 2)),
         256: (Tile(64, 64, 4, 1, 2), Tile(64, 32, 4, 2, 2)),
     },
-    "sm_100": {
-        32: (Tile(128, 64, 4, 2, 2), Tile(128, 32, 4, 2, 2)),
-        64: (Tile(128, 32, 4, 2, 2), Tile(128, 32, 4, 2, 2)),
-        96: (Tile(128, 32, 4, 2, 2), Tile(128, 32, 4, 2, 2)),
-        128: (Tile(128, 32, 4, 2, 2), Tile(64, 64, 4, 2, 2)),
-        256: (Tile(64, 64, 4, 1, 2), Tile(64, 32, 4, 2, 2)),
-    },
     "sm_80": {
         32: (Tile(128, 64, 4, 2, 2), Tile(128, 32, 4, 2, 2)),
         64: (Tile(128, 32, 4, 2, 2), Tile(128, 32, 4, 2, 2)),
@@ -157,6 +151,8 @@ PREFILL_FA2_ARRAYS: dict[str, dict[int, tuple[Tile, Tile]]] = {
         96: (Tile(128, 32, 4, 1, 1), Tile(128, 32, 4, 1, 1)),
     },
 }
+# not measured: B200's compiler needs the tiles of sm_80, but its shared memory is that of sm_90
+PREFILL_FA2_ARRAYS["sm_100"] = {**PREFILL_FA2_ARRAYS["sm_80"], 256: PREFILL_FA2_ARRAYS["sm_90"][256]}
 
 
 def family(info: DeviceInfo) -> str:

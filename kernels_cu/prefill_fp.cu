@@ -238,7 +238,7 @@ template <class C> __device__ __forceinline__ void prefill_fp(const PrefillParam
                 const int lane_position = step.position + step.lane / 4, lane_key = step.key + step.lane % 4 * 2;
                 exact_score(S_rmem, score, lane_position, lane_key);
                 if (!block.visible.all(step.position, step.position + C::WARP_ROWS - 1, step.key, step.key + C::N))
-                    hide_invisible(S_rmem, block.visible, lane_position, lane_key);
+                    apply_mask<C::MASK, KeyOrder<false>>(S_rmem, block.visible, lane_position, lane_key);
                 T top[2 * C::MT];
                 state.tops(top, S_rmem);
                 state.update(S_rmem, O_rmem, top, scale);

@@ -242,7 +242,7 @@ def _section(problem: Problem, chosen: Instance | cuda_fp.Instance, info: device
 
 def _grid(problem: Problem, chosen: Instance | cuda_fp.Instance) -> int:
     m = chosen.tile.m
-    if is_flat(problem):
+    if chosen.flat:
         return problem.heads_q * launch.flat_tiles(problem, m) if problem.q.shape[0] else 0
     return problem.batch * problem.heads_q * -(-problem.seqlen_q // m) * chosen.slices
 

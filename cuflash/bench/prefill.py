@@ -285,18 +285,23 @@ def summary(results: dict[str, Any]) -> dict[str, float]:
     return figures
 
 
+def heading(env: dict[str, Any]) -> str:
+    """The environment in one line."""
+    versions = ", ".join(f"{name} {version}" for name, version in env["versions"].items())
+    cuda = f"CUDA {env['driver_cuda']} (driver) and {env['runtime_cuda']}"
+    return f"{env['card']}, {cuda}; {versions}; commit {env['commit'] or 'unknown'}."
+
+
 def markdown(found: dict[str, Any]) -> str:
     """The tables of docs/performance.md."""
     env, results = found["environment"], found["results"]
-    versions = ", ".join(f"{name} {version}" for name, version in env["versions"].items())
     peers = list(dict.fromkeys(peer for r in results.values() for peer in r["peers"]))
     header = ["case", "cuflash TFLOP/s", *(f"{peer} TFLOP/s: its time / ours (lower bound)" for peer in peers)]
     rows = []
     for name, r in results.items():
         cells = [r["peers"].get(peer) for peer in peers]
         rows.append([name, f"{r['tflops']:.0f}", *(f"{p['tflops']:.0f}: {p['ratio']:.2f} ({p['lower']:.2f})" if p else "-" for p in cells)])
-    cuda = f"CUDA {env['driver_cuda']} (driver) and {env['runtime_cuda']}"
-    lines = [f"{env['card']}, {cuda}; {versions}; commit {env['commit'] or 'unknown'}.", ""]
+    lines = [heading(env), ""]
     lines += report.markdown_table(header, rows)
     lines += ["", *report.markdown_table(("figure", "value"), ((name, f"{value:.2f}") for name, value in summary(results).items()))]
     return "\n".join(lines) + "\n"

@@ -86,27 +86,14 @@ def pairs() -> Iterator[Pair]:
         yield Pair(f"softcap D{d} full", capped, Call(4, 4096, heads, d), 1.0, 1.3)
 
 
-def seconds(call: Callable[[], Any], copies: int) -> float:
-    """Of ``copies`` calls in a row."""
-    import cupy
-
-    begin, end = cupy.cuda.Event(), cupy.cuda.Event()
-    begin.record()
-    for _ in range(copies):
-        call()
-    end.record()
-    end.synchronize()
-    return float(cupy.cuda.get_elapsed_time(begin, end)) / 1e3
-
-
 def measure(pair: Pair) -> dict[str, float]:
     """Median and upper bound of the cost, and the variant's time."""
-    calls = pair.variant.prepare(), pair.plain.prepare()
-    copies = []
-    for call in calls:
-        call()
-        copies.append(max(2, min(40, int(SECONDS_A_TURN / min(seconds(call, 1) for _ in range(3))))))
-    turns = [tuple(seconds(call, n) / n for call, n in zip(calls, copies, strict=True)) for _ in range(TURNS)]
+    sides = []
+    for call in (pair.variant.prepare(), pair.plain.prepare()):
+        once = prefill.Timed(call, 1, eager=True)
+        copies = max(2, min(40, int(SECONDS_A_TURN / min(once.seconds() for _ in range(3)))))
+        sides.append(prefill.Timed(call, copies, eager=True))
+    turns = [tuple(side.seconds() for side in sides) for _ in range(TURNS)]
     costs = [a / b / pair.share for a, b in turns]
     upper = 1 / report.lower_bound([1 / c for c in costs])
     return {"ms": 1e3 * float(np.median([a for a, _ in turns])), "cost": float(np.median(costs)), "upper": upper, "limit": pair.limit}
@@ -114,11 +101,9 @@ def measure(pair: Pair) -> dict[str, float]:
 
 def markdown(found: dict[str, Any]) -> str:
     """The table."""
-    env, rows = found["environment"], found["results"]
-    versions = ", ".join(f"{name} {version}" for name, version in env["versions"].items())
+    rows = found["results"]
     table = [[name, f"{r['ms']:.3f}", f"{r['cost']:.2f} ({r['upper']:.2f})", f"{r['limit']:.2f}"] for name, r in rows.items()]
-    cuda = f"CUDA {env['driver_cuda']} (driver) and {env['runtime_cuda']}"
-    lines = [f"{env['card']}, {cuda}; {versions}; commit {env['commit'] or 'unknown'}.", ""]
+    lines = [prefill.heading(found["environment"]), ""]
     lines += report.markdown_table(("call", "ms", "cost beside plain (upper bound)", "limit"), table)
     return "\n".join(lines) + "\n"
 

@@ -35,19 +35,3 @@ __device__ __forceinline__ void exact_score(
                 for (int c = 0; c < 4; ++c) s[mt][nt][c] = score(s[mt][nt][c], position + 16 * mt + c / 2 * 8, key + 8 * nt + c % 2);
     }
 }
-
-// -inf in those that are invisible.
-template <int MASK, class T, int MT, int NT>
-__device__ __forceinline__ void hide_invisible(T (&s)[MT][NT][4], const Visibility<MASK>& visible, int position, int key) {
-#pragma unroll
-    for (int row = 0; row < 2 * MT; ++row) {
-        const int i = position + 8 * row;
-        const KeyRange range = visible.of_all(i, i);
-        const int count = max(range.end - range.begin, 0), first = key - range.begin;
-#pragma unroll
-        for (int nt = 0; nt < NT; ++nt)
-#pragma unroll
-            for (int c = 0; c < 2; ++c)
-                if (u32(first + 8 * nt + c) >= u32(count)) s[row / 2][nt][row % 2 * 2 + c] = -infinity();
-    }
-}

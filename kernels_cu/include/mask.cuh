@@ -50,8 +50,8 @@ template <int MASK> struct Visibility {
 // -inf in the scores of a warp that are invisible. Lane l holds, of 16 x 8 tile (mt, nt), rows 16 mt + l / 4 (+ 8) and columns
 // 8 nt + 2 (l % 4) (+ 1), which stand for keys as Order says; `position` is that of row l / 4 of the first tile, `key` that of column
 // 2 (l % 4).
-template <int MASK, class Order, int MT, int NT>
-__device__ __forceinline__ void apply_mask(float (&s)[MT][NT][4], const Visibility<MASK>& visible, int position, int key) {
+template <int MASK, class Order, class T, int MT, int NT>
+__device__ __forceinline__ void apply_mask(T (&s)[MT][NT][4], const Visibility<MASK>& visible, int position, int key) {
 #pragma unroll
     for (int row = 0; row < 2 * MT; ++row) {
         const int i = position + 8 * row;
