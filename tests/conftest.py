@@ -11,6 +11,9 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 
+# NVRTC keeps what it has compiled, and then tells no registers and takes no time: tests look at both.
+os.environ["CUDA_CACHE_DISABLE"] = "1"
+
 # Tests start Python processes; in a bare checkout those find cuflash by this.
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
 

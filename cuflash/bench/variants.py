@@ -49,7 +49,7 @@ class Call:
         if not self.packed:
             return lambda: cuflash.attention(q, k, v, out=out, **options)
         q, k, v, out = (a.reshape(-1, *a.shape[2:]) for a in (q, k, v, out))
-        ends = np.arange(self.batch + 1) * self.seqlen
+        ends = cupy.arange(self.batch + 1, dtype=np.int32) * self.seqlen  # on the device, as the engines that pack have them
         return lambda: cuflash.attention_varlen(q, k, v, ends, ends, out=out, **options)
 
 
