@@ -56,8 +56,8 @@ class Tile(NamedTuple):
 @dataclass(frozen=True)
 class Choice:
     """Tiles in order of preference: without and with a band mask (causal, window), and for kernels that need more registers
-    than those: score kinds other than the plain one, copies of less than 16 bytes, any strides, pages, and packed sequences of
-    which the longest is not known."""
+    than those: score kinds other than the plain one, copies of less than 16 bytes, any strides, pages, and windows over packed
+    sequences of which the longest is not known."""
 
     full: tuple[Tile, ...]
     band: tuple[Tile, ...]

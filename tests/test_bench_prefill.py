@@ -51,8 +51,8 @@ def test_variants_are_measured_beside_what_they_should_cost():
     grouped = found["GQA 16/4 D128 causal"]
     assert grouped.variant.heads_kv == 4 and grouped.plain.heads == 16 and grouped.share == 1.0
     assert found["D72 beside D128 full"].plain.head_dim == 128 and found["D160 beside D192 causal"].plain.head_dim == 192
-    # 16384 rows that see 1025 keys each, but for the first 1024, of 16385 / 2 on average
-    assert found["window 1024 of 16384 D128"].share == pytest.approx((16384 - 512) * 1025 / (16384 * 16385 / 2), rel=1e-4)
+    # 128 blocks of rows that see 9 tiles of as many keys each, but for the first 8, of 128 * 129 / 2 tiles
+    assert found["window 1024 of 16384 D128"].share == pytest.approx((128 * 9 - 36) / (128 * 129 / 2))
 
 
 @pytest.mark.gpu

@@ -188,7 +188,7 @@ def is_flat(problem: Problem) -> bool:
 
 def tile_for(d: int, dv: int, mask: int, score: int, load: int, paged: bool, flat: bool, info: device.DeviceInfo) -> Tile | None:
     """The tile of an instance for padded head sizes, or None if none fits the GPU."""
-    lean = score != SCORE_PLAIN or load < 16 or paged or flat
+    lean = score != SCORE_PLAIN or load < 16 or paged or (flat and bool(mask & MASK_LEFT))
     arrays = bool(mask & MASK_ARRAY) + bool(score & SCORE_BIAS) + 2 * bool(score & SCORE_BIAS32)
     if arrays:
         arrays = min(2, arrays + (paged or load < 16))
@@ -224,18 +224,17 @@ def plan(problem: Problem, kernel: str) -> Plan:
 def _section(problem: Problem, chosen: Instance | cuda_fp.Instance, info: device.DeviceInfo) -> int:
     """(batch, head) pairs whose tiles are handed out together.
 
-    Where every row sees all keys, or a window of as many, all tiles cost the same, and one head after the other keeps its keys and values
-    in the L2 cache (5 % of a window of 1,024 in 16,384 on an H200). Else the longest tiles of as many heads as fit most of the cache start together, so that none of them ends alone, and likewise those that
+    Where every row sees all keys, all tiles cost the same, and one head after the other keeps its keys and values in the L2 cache. Else
+    the longest tiles of as many heads as fit most of the cache start together, so that none of them ends alone, and likewise those that
     read the same rows of a bias or mask; and sections are of equal size, as the long tiles of a small one at the end would leave most of
     the GPU idle (up to 10 % on an H200).
     """
     pairs = max(1, problem.heads_q if chosen.flat else problem.batch * problem.heads_q)
     shared = any(a is not None and a.strides[1] == 0 and a.strides[2] != 0 for a in (problem.bias, problem.mask))
-    left, right = problem.window
-    band = chosen.mask & (MASK_LEFT | MASK_RIGHT) and not (0 <= left and 0 <= right and 4 * (left + right) <= problem.seqlen_k)
-    if not band and not shared:
+    if not chosen.mask & (MASK_LEFT | MASK_RIGHT) and not shared:
         return 1
-    bytes_per_pair = problem.q.dtype.itemsize * problem.seqlen_k * (problem.head_dim + problem.head_dim_v) // problem.group_size
+    keys = problem.k.shape[0] // problem.batch if chosen.flat else problem.seqlen_k  # in a flat grid, sequence comes after sequence
+    bytes_per_pair = problem.q.dtype.itemsize * keys * (problem.head_dim + problem.head_dim_v) // problem.group_size
     m_tiles = max(1, launch.flat_tiles(problem, chosen.tile.m) if chosen.flat else -(-problem.seqlen_q // chosen.tile.m))
     most = max(1, min(pairs, info.l2_bytes * 3 // 4 // max(1, bytes_per_pair), LARGEST_GRID // m_tiles))
     sections = -(-pairs // most)

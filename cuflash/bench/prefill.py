@@ -14,6 +14,8 @@ import argparse
 import gc
 import importlib
 import importlib.util
+import shutil
+import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -243,7 +245,23 @@ def measure(shape: Shape, kernel: str, peers: dict[str, Peer]) -> dict[str, Any]
         del theirs, peer
         free_memory()
     ms = 1e3 * float(np.median(times or [own.seconds() for _ in range(TURNS)]))
-    return {"ms": ms, "tflops": shape.flops / ms / 1e9, "kernel": kernel, "peers": found}
+    return {"ms": ms, "tflops": shape.flops / ms / 1e9, "kernel": kernel, "clock_mhz": clock_under(own), "peers": found}
+
+
+def clock_under(load: Timed) -> int | None:
+    """The multiprocessors' clock in MHz while some calls run; None where nvidia-smi does not tell it."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return None
+    import cupy
+
+    device = cupy.cuda.runtime.deviceGetPCIBusId(cupy.cuda.Device().id)
+    query = [program, f"--id={device}", "--query-gpu=clocks.sm", "--format=csv,noheader,nounits"]
+    with subprocess.Popen(query, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+        while process.poll() is None:
+            load.seconds()
+        text = process.stdout.read().strip() if process.stdout else ""
+    return int(text) if text.isdigit() else None
 
 
 def _torch_int16() -> Any:
@@ -276,7 +294,10 @@ def environment() -> dict[str, Any]:
 
 def summary(results: dict[str, Any]) -> dict[str, float]:
     """Geometric mean and smallest ratio against each peer."""
-    figures = {}
+    figures: dict[str, float] = {}
+    clocks = [r["clock_mhz"] for r in results.values() if r.get("clock_mhz")]
+    if clocks:
+        figures |= {"clock under cuflash, smallest, MHz": min(clocks), "clock under cuflash, largest, MHz": max(clocks)}
     for peer in dict.fromkeys(peer for r in results.values() for peer in r["peers"]):
         rows = [r["peers"][peer] for r in results.values() if peer in r["peers"]]
         figures[f"{peer} / cuflash, geometric mean of {len(rows)}"] = report.geometric_mean(row["ratio"] for row in rows)
@@ -303,7 +324,7 @@ def markdown(found: dict[str, Any]) -> str:
         rows.append([name, f"{r['tflops']:.0f}", *(f"{p['tflops']:.0f}: {p['ratio']:.2f} ({p['lower']:.2f})" if p else "-" for p in cells)])
     lines = [heading(env), ""]
     lines += report.markdown_table(header, rows)
-    lines += ["", *report.markdown_table(("figure", "value"), ((name, f"{value:.2f}") for name, value in summary(results).items()))]
+    lines += ["", *report.markdown_table(("figure", "value"), ((name, f"{value:.4g}") for name, value in summary(results).items()))]
     return "\n".join(lines) + "\n"
 
 

@@ -114,7 +114,7 @@ void rcp_approx_ftz_f32(float& d, float a);
 void cp_async_cg_shared_global(b32 to, const void* from, int bytes, int read);
 void cp_async_ca_shared_global(b32 to, const void* from, int bytes, int read);
 void cp_async_cg_shared_global_L2_128B(b32 to, const void* from, int bytes);
-void bar_sync(int barrier, int threads);
+void barrier_sync(int barrier, int threads);
 void cp_async_commit_group();
 void cp_async_wait_group(int left);
 void ld_global_nc_b32(b32& x, const void* from);

@@ -81,10 +81,10 @@ void rcp_approx_ftz_f32(float& d, float a) { d = flushed(1.0f / flushed(a)); }
 void cp_async_cg_shared_global(unsigned to, const void* from, int bytes, int read) { begin_copy(to, from, bytes, read, "cp.async"); }
 void cp_async_ca_shared_global(unsigned to, const void* from, int bytes, int read) { begin_copy(to, from, bytes, read, "cp.async"); }
 void cp_async_cg_shared_global_L2_128B(unsigned to, const void* from, int bytes) { begin_copy(to, from, bytes, bytes, "cp.async"); }
-void bar_sync(int barrier, int threads) {
-    // compute-sanitizer takes barrier 0 for __syncthreads(), to which all warps come at one place.
-    if (barrier != 1 || threads != thread_count) fail("bar.sync %d, %d: only a barrier of the whole block, number 1, is known", barrier, threads);
-    block_barrier("bar.sync");
+void barrier_sync(int barrier, int threads) {
+    if (barrier != 0 || threads != thread_count)
+        fail("barrier.sync %d, %d: only a barrier of the whole block, number 0, is known", barrier, threads);
+    block_barrier("barrier.sync");
 }
 void cp_async_commit_group() { commit_copies(); }
 void cp_async_wait_group(int left) { wait_for_copies(left); }
