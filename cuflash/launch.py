@@ -15,6 +15,11 @@ LOG2E = 1.4426950408889634
 NO_LIMIT = 1 << 30  # a window side that is unbounded; sequences are shorter
 LONGEST = NO_LIMIT - 1024  # keys or rows of a sequence, so that sums of positions fit 32 bits
 
+# Polynomials of least relative error that are tanh(x) / x in powers of x**2 for |x| up to a limit: 1.1e-7 and 3e-8.
+TANH_NEAR = 0.2, (0.999999894791, -0.333285908991, 0.13015407552)
+TANH_SERIES = 0.55, (0.999999967637, -0.333327950236, 0.133188769145, -0.0525893198278, 0.0163154437238)
+SMALLEST = 1e-37  # a little above what float32 holds in full, as is its inverse below
+
 _STRIDES = np.dtype((np.int64, 4))  # batch, row, head, column, in elements
 
 PREFILL_PARAMS = np.dtype(
@@ -34,6 +39,8 @@ PREFILL_PARAMS = np.dtype(
         )),
         ("page_magic", np.uint32), ("page_shift", np.int32), ("index_bits", np.int32), ("tile_rows", np.int32),
         *((name, np.float64) for name in ("scale64", "softcap64", "logit_scale64")),
+        *((name, np.float32) for name in ("near_limit", "softcap_limit")),
+        ("near_series", (np.float32, 3)), ("softcap_series", (np.float32, 5)),
     ],
     align=True,
 )
@@ -210,6 +217,21 @@ def logit_unit(problem: Problem) -> float:
     return LOG2E if problem.bias is None else 1.0
 
 
+def capped_series(scale: float, softcap: float, limit: float, series: tuple[float, ...]) -> tuple[float, tuple[float, ...]]:
+    """A series of tanh(x) / x for |x| <= limit turned into one of logits: (limit, coefficients) of scores, in log2 units.
+
+    The limit is -1 where the series cannot serve: without a softcap, for scales that are not positive, where float32 does not hold the
+    coefficients, and where logits are too large for one rounding of the exponent (Fast32::LARGE in reals.cuh).
+    """
+    if softcap and scale > 0 and limit * softcap * LOG2E < 2**20:
+        ratio = scale / softcap
+        with contextlib.suppress(OverflowError):
+            numbers = [softcap * LOG2E * c * ratio ** (2 * n + 1) for n, c in enumerate(series)]
+            if all(SMALLEST < abs(x) < 1 / SMALLEST for x in (*numbers, limit / ratio)):
+                return limit / ratio, tuple(numbers)
+    return -1.0, (0.0,) * len(series)
+
+
 def small_arrays(problem: Problem) -> dict[str, np.ndarray]:
     """Lengths, page table, slopes and sinks as kernels take them, by the names of the parameters; those that are on the host."""
     found: dict[str, np.ndarray] = {}
@@ -291,6 +313,9 @@ def pack_prefill(
         values |= {"page_size": problem.page_size, "max_pages": problem.page_table.shape[1], "pages": problem.k.shape[0]}
         values["page_magic"], values["page_shift"] = page_divisor(problem.page_size)
     values |= {f"{name}64": values[name] for name in ("scale", "softcap", "logit_scale")}
+    for name, (limit, series) in (("near", TANH_NEAR), ("softcap", TANH_SERIES)):
+        values[f"{name}_limit"], values[f"{name}_series"] = capped_series(scale, problem.softcap, limit, series)
+    values["softcap_limit"] = max(values["near_limit"], values["softcap_limit"])  # float32 holds the shorter series rather
     for name, value in values.items():
         r[name] = value
     return p

@@ -122,6 +122,11 @@ PREFILL_FA2: dict[str, dict[int, Choice]] = {
     },
 }
 
+# Where a softcap alone, with copies of 16 bytes and sequences without pages, need not take the tile of `lean`.
+PREFILL_FA2_SOFTCAP: dict[str, dict[int, Tile]] = {
+    "sm_90": {64: Tile(128, 96, 4, 1, 2), 96: Tile(128, 64, 4, 1, 2), 128: Tile(128, 48, 4, 1, 2)},  # 40, 48, 56 KiB, 2
+}
+
 # Where a bias or mask, whose share of a tile waits in registers, needs other tiles than `lean`: for a mask or a 16-bit bias alone; and for
 # more (a float32 bias, both, or one of them with pages or narrow copies).
 PREFILL_FA2_ARRAYS: dict[str, dict[int, tuple[Tile, Tile]]] = {
@@ -169,11 +174,16 @@ def head_class(size: int) -> int:
     return next(c for c in HEAD_CLASSES if size <= c)
 
 
-def prefill_fa2(d: int, dv: int, band: bool, lean: bool, info: DeviceInfo, arrays: int = 0) -> Tile | None:
+def prefill_fa2(
+    d: int, dv: int, band: bool, lean: bool, info: DeviceInfo, arrays: int = 0, softcap: bool = False,
+) -> Tile | None:
     """The first tile of the table whose shared memory fits the device, for padded head sizes; None if none does.
 
-    ``arrays`` is 1 for a column of PREFILL_FA2_ARRAYS, 2 for the other, 0 where there is neither bias nor mask.
+    ``arrays`` is 1 for a column of PREFILL_FA2_ARRAYS, 2 for the other, 0 where there is neither bias nor mask; ``softcap`` says that
+    PREFILL_FA2_SOFTCAP is to be asked first.
     """
+    if softcap and (own := PREFILL_FA2_SOFTCAP.get(family(info), {}).get(max(d, dv))) is not None:
+        return own
     choice = PREFILL_FA2[family(info)][max(d, dv)]
     column = choice.lean if lean or arrays else choice.band if band else choice.full
     special = PREFILL_FA2_ARRAYS[family(info)].get(max(d, dv))

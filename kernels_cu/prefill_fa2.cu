@@ -38,7 +38,7 @@ struct PrefillFa2 {
     using QTile = SmemTile<M, DQK>;
     using KTile = SmemTile<N, DQK>;
     using VTile = SmemTile<N, DV>;
-    using PTile = SmemTile<M, N>;
+    using PTile = SmemTile<M, (GROUPS > 1 ? N : 64)>;  // only there if warps share rows
     using OTile = SmemTile<M, DV>;
     static constexpr int K_SMEM = QTile::BYTES, V_SMEM = K_SMEM + STAGES * KTile::BYTES;  // offsets
     static constexpr int P_SMEM = V_SMEM + STAGES * VTile::BYTES, TOP_SMEM = P_SMEM + (GROUPS > 1 ? PTile::BYTES : 0);

@@ -106,6 +106,17 @@ def tile_runs() -> Iterator[Run]:
                         yield of_case(case(f"{name}-strided", f"1,{rows},{keys},1,1,{d - 1}"), dtype, gpu, tile)
 
 
+def softcap_tile_runs() -> Iterator[Run]:
+    """Each tile for a softcap alone: arguments of tanh for the short series, the longer one, and beyond."""
+    for family, table in tiles.PREFILL_FA2_SOFTCAP.items():
+        for d, tile in table.items():
+            for softcap in (30.0, 3.0, 0.5):
+                for kind in ((), (causal,)):
+                    name = f"tile-{d}-m{tile.m}n{tile.n}w{tile.warps}s{tile.stages}-softcap{softcap}{'-causal' * len(kind)}"
+                    soft = case(name, f"1,{tile.m + 5},{3 * tile.n + 9},1,1,{d}", *kind, fixed(softcap=softcap))
+                    yield of_case(soft, BF16, GPU_OF_FAMILY[family])
+
+
 def array_tile_runs() -> Iterator[Run]:
     """Each tile for bias and mask: the least and the most that waits in registers, read by whole instructions and one by one."""
     seen = set()
@@ -146,6 +157,10 @@ FURTHER = (
     case("chunk-of-a-prefill", "2,33,300,2,1,64", causal, bias("Hq 1 Sk"), kv_lengths=(300, 161)),
     case("softcap-alibi-bias32-mask", "1,66,136,2,1,64", fixed(softcap=3.0, window=(90, 5)), alibi(), bias(dtype=F32), mask(visible=0.9)),
     case("softcap-far", "1,40,130,2,1,64", fixed(softcap=40.0, scale=1e-3)),
+    case("softcap-30", "1,70,330,2,1,64", fixed(softcap=30.0)),
+    case("softcap-30-causal-mask-sinks", "2,70,330,2,1,128", causal, fixed(softcap=30.0, sinks=[0.5, -1.0]), mask(visible=0.7)),
+    case("softcap-30-window-lengths", "2,70,330,2,1,40", fixed(softcap=30.0, window=(90, 5)), kv_lengths=(330, 97)),
+    case("softcap-negative-scale", "1,40,330,2,1,64", fixed(softcap=30.0, scale=-0.125)),
     case("softcap-near", "1,40,130,2,1,64", fixed(softcap=2.0, scale=4.0)),
     case("window-128", "1,150,233,1,1,128", fixed(window=(70, 30))),
     case("window-256", "1,150,233,1,1,256", fixed(window=(70, 30))),
@@ -220,6 +235,8 @@ def hard_runs() -> Iterator[Run]:
         yield of_arrays("nan-query", gpu, lambda: with_value(0, 7, np.nan), causal=True)
         yield of_arrays("nan-key", gpu, lambda: with_value(1, 100, np.nan), causal=True)
         yield of_arrays("infinite-key", gpu, lambda: with_value(1, 60, np.inf), causal=True)
+        for value in (np.nan, np.inf, -np.inf):
+            yield of_arrays(f"key-{value}-softcap", gpu, lambda x=value: with_value(1, 60, x), softcap=30.0, window=(90, 5))
         yield of_arrays("nan-query-no-keys", gpu, lambda: with_value(0, 7, np.nan, keys=40), causal=True)
         for how in ("mask", "bias", "bias32"):
             arrays, options = hidden_keys(dtype, how)
@@ -231,7 +248,7 @@ def hard_runs() -> Iterator[Run]:
     yield of_arrays("large-logits", H200, large_logits)
 
 
-RUNS = {run.name: run for runs in (tile_runs(), array_tile_runs(), kind_runs(), hard_runs()) for run in runs}
+RUNS = {run.name: run for runs in (tile_runs(), softcap_tile_runs(), array_tile_runs(), kind_runs(), hard_runs()) for run in runs}
 
 
 # ---- the test -----------------------------------------------------------------------------------------------------------

@@ -35,8 +35,8 @@ def problem(shape=(2, 256, 4, 64), heads_kv=None, dv=None, dtype=F16, sk=None, *
 @pytest.mark.parametrize("dv", tiles.HEAD_CLASSES)
 def test_a_tile_fits_every_gpu(name, d, dv):
     info = device.KNOWN[name]
-    for band, lean, extra in itertools.product((False, True), (False, True), (0, 1, 2)):
-        tile = tiles.prefill_fa2(d, dv, band, lean, info, extra)
+    for band, lean, extra, softcap in itertools.product((False, True), (False, True), (0, 1, 2), (False, True)):
+        tile = tiles.prefill_fa2(d, dv, band, lean, info, extra, softcap)
         assert tile is not None
         assert tile.shared_memory(d, dv) <= info.shared_memory_block
         assert tile.m % (16 * tile.warps) == 0 and tile.n % 16 == 0
@@ -47,8 +47,8 @@ def test_a_tile_fits_every_gpu(name, d, dv):
 def test_resident_blocks_fit_the_multiprocessor(name, d):
     """What launch bounds promise must not be undone by shared memory or threads."""
     info = device.KNOWN[name]
-    for band, lean, extra in itertools.product((False, True), (False, True), (0, 1, 2)):
-        tile = tiles.prefill_fa2(d, d, band, lean, info, extra)
+    for band, lean, extra, softcap in itertools.product((False, True), (False, True), (0, 1, 2), (False, True)):
+        tile = tiles.prefill_fa2(d, d, band, lean, info, extra, softcap)
         reserved = tiles.RESERVED_SHARED_MEMORY if info.cc >= (8, 0) else 0
         assert tile.resident * (tile.shared_memory(d, d) + reserved) <= info.shared_memory_sm
         assert tile.resident * tile.threads <= info.threads_sm
@@ -173,6 +173,28 @@ def test_packed_parameters():
     assert r["logit_scale64"] == 0.5 * launch.LOG2E and r["scale64"] == 0.5 * launch.LOG2E
     soft = launch.pack_prefill(problem(softcap=4.0, scale=0.5), 128, 1, False, {})[0]
     assert math.isclose(soft["scale"], 0.125) and math.isclose(soft["softcap"], 4 * launch.LOG2E, rel_tol=1e-7) and soft["logit_scale"] == 1
+
+
+@pytest.mark.parametrize("scale", [0.125, 1.0, 1e-3])
+@pytest.mark.parametrize("softcap", [0.5, 30.0, 1e4])
+def test_series_of_a_softcap(softcap, scale):
+    """Logits as the kernel computes them, from coefficients in float32, up to the limits that it compares with."""
+    r = launch.pack_prefill(problem(softcap=softcap, scale=scale), 128, 1, True, {})[0]
+    assert 0 < r["near_limit"] <= r["softcap_limit"]
+    for limit, series in ((r["near_limit"], r["near_series"]), (r["softcap_limit"], r["softcap_series"])):
+        if limit == r["near_limit"] and not series.any():  # float32 does not hold the longer one
+            continue
+        s = np.linspace(0, float(limit), 1001)[1:]
+        got = s * np.polynomial.polynomial.polyval(s * s, series.astype(float))
+        want = launch.LOG2E * softcap * np.tanh(scale * s / softcap)
+        np.testing.assert_allclose(got, want, rtol=1.5 * np.finfo(np.float32).eps)
+        assert series[-1] > 0  # the logit of -inf is -inf
+
+
+@pytest.mark.parametrize("options", [{}, {"softcap": 30.0, "scale": -0.1}, {"softcap": 1e8}, {"softcap": 30.0, "scale": 1e-12}])
+def test_no_series_where_it_cannot_serve(options):
+    r = launch.pack_prefill(problem(**options), 128, 1, True, {})[0]
+    assert r["near_limit"] == r["softcap_limit"] == -1
 
 
 def test_negative_and_zero_strides_are_packed_as_they_are():

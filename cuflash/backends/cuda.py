@@ -192,7 +192,8 @@ def tile_for(d: int, dv: int, mask: int, score: int, load: int, paged: bool, fla
     arrays = bool(mask & MASK_ARRAY) + bool(score & SCORE_BIAS) + 2 * bool(score & SCORE_BIAS32)
     if arrays:
         arrays = min(2, arrays + (paged or load < 16))
-    return tiles.prefill_fa2(d, dv, bool(mask & (MASK_LEFT | MASK_RIGHT)), lean, info, arrays)
+    softcap = score == SCORE_SOFTCAP and load == 16 and not (arrays or paged or flat)
+    return tiles.prefill_fa2(d, dv, bool(mask & (MASK_LEFT | MASK_RIGHT)), lean, info, arrays, softcap)
 
 
 def score_kind(problem: Problem) -> int:

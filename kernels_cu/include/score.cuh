@@ -2,6 +2,7 @@
 #include "include/matrix.cuh"
 #include "include/params.cuh"
 #include "include/ptx.cuh"
+#include "include/softcap.cuh"
 
 // Compile-time kinds, combined by |. Those with a bias yield natural logits, for which the exponential has a factor log2(e). SCORE_PLAIN
 // and SCORE_SOFTCAP alone leave it the scale or the softcap as well. The others yield logits in log2 units.
@@ -16,55 +17,6 @@ __device__ constexpr int bias_bytes(int score) { return (score & SCORE_BIAS32) !
 
 // Natural logits below LOWEST_NATURAL would overflow in log2 units; a row that has seen no others has a reference below LOWEST_SCORE.
 constexpr float LOWEST_NATURAL = -2.3586e38f, LOWEST_SCORE = -3.402e38f;
-
-// ---- softcap ------------------------------------------------------------------------------------------------------------
-
-// The argument of tanh comes in this unit, which makes the leading coefficient of the series 1.
-constexpr float TANH_UNIT = 1.57979278f;
-constexpr float SERIES_LIMIT = 0.55f / TANH_UNIT;
-
-// tanh(TANH_UNIT * z) for |z| <= SERIES_LIMIT, to 3 ulp: the polynomial of least relative error. 6 issue slots, one constant each, and
-// none of the slow functions.
-__device__ __forceinline__ float tanh_series(float z) {
-    const float u = z * z;
-    return z * fmaf(u, fmaf(u, fmaf(u, u - 1.29151194f, 1.31059416f), -1.31423221f), 1.57979273f);
-}
-
-// The same for two numbers of any size, to 4e-7 of max(|x|, 1), with one reciprocal for both. Through exp2 alone small arguments would
-// lose digits.
-__device__ __forceinline__ void tanh_pair(float& x, float& y) {
-    constexpr float UNIT = 2.0f * LOG2E * TANH_UNIT;
-    const float a = 1.0f + exp2_fast(fminf(UNIT * x, 60.0f)), b = 1.0f + exp2_fast(fminf(UNIT * y, 60.0f));
-    const float both = -2.0f * reciprocal_fast(a * b), x_series = tanh_series(x), y_series = tanh_series(y);
-    x = fabsf(x) > SERIES_LIMIT ? fmaf(b, both, 1.0f) : x_series;  // the series also of NaN, which fminf() drops
-    y = fabsf(y) > SERIES_LIMIT ? fmaf(a, both, 1.0f) : y_series;
-}
-
-// s = tanh(TANH_UNIT * scale * s). The logits of most models lie far below their softcap: then the series does for a whole warp.
-template <int MT, int NT> __device__ __forceinline__ void apply_tanh(float (&s)[MT][NT][4], float scale) {
-    float largest = 0.0f;
-#pragma unroll
-    for (int mt = 0; mt < MT; ++mt)
-#pragma unroll
-        for (int nt = 0; nt < NT; ++nt)
-#pragma unroll
-            for (int c = 0; c < 4; ++c) s[mt][nt][c] *= scale, largest = fmaxf(largest, fabsf(s[mt][nt][c]));
-    if (__any_sync(0xffffffffu, largest > SERIES_LIMIT)) {
-#pragma unroll
-        for (int mt = 0; mt < MT; ++mt)
-#pragma unroll
-            for (int nt = 0; nt < NT; ++nt)
-#pragma unroll
-                for (int c = 0; c < 4; c += 2) tanh_pair(s[mt][nt][c], s[mt][nt][c + 1]);
-    } else {
-#pragma unroll
-        for (int mt = 0; mt < MT; ++mt)
-#pragma unroll
-            for (int nt = 0; nt < NT; ++nt)
-#pragma unroll
-                for (int c = 0; c < 4; ++c) s[mt][nt][c] = tanh_series(s[mt][nt][c]);
-    }
-}
 
 // ---- all of it ----------------------------------------------------------------------------------------------------------
 

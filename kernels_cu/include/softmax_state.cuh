@@ -28,13 +28,12 @@ template <int ROWS, class Real = Fast32> struct SoftmaxState {
         }
     }
 
-    // Bring the references up to the tops of a tile s of scores (logit x = scale * s, scale > 0), with sum and accumulator, and
-    // turn the scores into weights. A row whose top is above its reference by no more than Real::SLACK keeps it: its weights are
-    // as exact with 2^SLACK as with 1 for the largest, and after the first tiles the accumulators are left alone.
-    template <int MT, int NT, int OT>
-    __device__ __forceinline__ void update(T (&s)[MT][NT][4], T (&acc)[MT][OT][4], const T (&top)[ROWS], T scale) {
+    // Bring the references up to the tops of a tile's scores (logit x = scale * s, scale > 0), with sum and accumulator. A row whose top
+    // is above its reference by no more than Real::SLACK keeps it: its weights are as exact with 2^SLACK as with 1 for the largest, and
+    // after the first tiles the accumulators are left alone.
+    template <int MT, int OT> __device__ __forceinline__ void raise(T (&acc)[MT][OT][4], const T (&top)[ROWS], T scale) {
         T raised[ROWS];
-        bool raise = false, large = false;
+        bool raise = false;
 #pragma unroll
         for (int r = 0; r < ROWS; ++r) {
             const T x = Real::mul(top[r], scale);
@@ -52,6 +51,13 @@ template <int ROWS, class Real = Fast32> struct SoftmaxState {
                 for (int ot = 0; ot < OT; ++ot) acc[r / 2][ot][r % 2 * 2] *= factor, acc[r / 2][ot][r % 2 * 2 + 1] *= factor;
             }
         }
+    }
+
+    // The same, and turn the scores s of the tile into weights.
+    template <int MT, int NT, int OT>
+    __device__ __forceinline__ void update(T (&s)[MT][NT][4], T (&acc)[MT][OT][4], const T (&top)[ROWS], T scale) {
+        bool large = false;
+        raise(acc, top, scale);
 #pragma unroll
         for (int r = 0; r < ROWS; ++r) large = large || Real::abs(reference[r]) >= Real::LARGE;
         // One fused multiply-add an element leaves the rounding error of the reference in the exponent: harmless below

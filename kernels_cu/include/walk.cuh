@@ -241,11 +241,12 @@ template <class C> struct WarpAttention {
         return C::MASK == MASK_LENGTH || (any.begin < key + C::KEYS && any.end > key);
     }
 
-    // Scores -> logits, -inf where they are invisible
-    __device__ __forceinline__ void mask(const Block<C>& block, int thread, int tile) {
+    // Scores -> logits, unless they stay what they are; -inf where they are invisible
+    template <bool LOGITS = true> __device__ __forceinline__ void mask(const Block<C>& block, int thread, int tile) {
         const int key = tile * C::N + group(thread) * C::KEYS, lane_key = key + thread % 4 * C::Order::LANE;
         const int position = block.position + row(thread), lane_position = position + thread % 32 / 4;
-        apply_score<C::SCORE, typename C::Order, typename C::In>(S_rmem, block.score, bias_tile, lane_position, lane_key);
+        if constexpr (LOGITS)
+            apply_score<C::SCORE, typename C::Order, typename C::In>(S_rmem, block.score, bias_tile, lane_position, lane_key);
         if constexpr (C::MASK_BYTES != 0) apply_mask(S_rmem, mask_tile);
         if (!block.visible.all(position, position + C::WARP_ROWS - 1, key, key + C::KEYS))
             apply_mask<C::MASK, typename C::Order>(S_rmem, block.visible, lane_position, lane_key);
@@ -254,6 +255,20 @@ template <class C> struct WarpAttention {
 
     // S -> P, with the rows' references raised and O brought to them
     __device__ __forceinline__ void softmax(const Block<C>& block, int thread, int tile) {
+        if constexpr (C::SCORE == SCORE_SOFTCAP && C::GROUPS == 1) {
+            const float largest = largest_size(S_rmem);
+            const bool series = !__any_sync(0xffffffffu, largest > p.softcap_limit);
+            if (!series) apply_tanh_pair(S_rmem, p.scale * (1.0f / TANH_UNIT));
+            mask<false>(block, thread, tile);
+            if (series) {
+                update_capped(S_rmem, O_rmem, state, largest, p);
+            } else {
+                float top[2 * C::MT];
+                state.tops(top, S_rmem);
+                state.update(S_rmem, O_rmem, top, p.logit_scale);
+            }
+            return;
+        }
         float top[2 * C::MT];
         if constexpr (C::GROUPS == 1) {
             mask(block, thread, tile);
