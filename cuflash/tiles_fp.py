@@ -81,6 +81,13 @@ TILES: dict[str, dict[int, tuple[FpTile, ...]]] = {
     },
 }
 
+# Tried first where both a bias and a mask array are added, whose addresses need registers.
+BOTH_ARRAYS: dict[str, dict[int, FpTile]] = {
+    TF32X3: {64: FpTile(128, 32, 8, 2, 1)},
+    TF32: {128: FpTile(128, 32, 8, 1, 1)},
+    DMMA: {64: FpTile(64, 16, 4, 2, 2)},
+}
+
 
 def arithmetic(dtype: str, precision: str | None, info: DeviceInfo) -> str:
     """Which pipeline multiplies: tensor cores where they are faster at the accuracy that is asked for."""
@@ -94,13 +101,16 @@ def arithmetic(dtype: str, precision: str | None, info: DeviceInfo) -> str:
     return TF32X3 if info.cc[1] == 0 and info.cc[0] in (8, 9, 10) else SIMT
 
 
-def prefill_fp(kind: str, dtype: str, d: int, dv: int, info: DeviceInfo) -> FpTile | None:
+def prefill_fp(kind: str, dtype: str, d: int, dv: int, info: DeviceInfo, both_arrays: bool = False) -> FpTile | None:
     """The first tile of the table whose resident blocks fit the GPU's shared memory, or else one block; None if none does.
 
-    ``d`` and ``dv`` are padded head sizes.
+    ``d`` and ``dv`` are padded head sizes; ``both_arrays``: there are a bias and a mask.
     """
     table = TILES[f"{kind} {dtype}" if kind == SIMT else kind]
-    tiles = table[next(size for size in table if max(d, dv) <= size)]
+    size = next(size for size in table if max(d, dv) <= size)
+    tiles = table[size]
+    if both_arrays and size in BOTH_ARRAYS.get(kind, {}):
+        tiles = (BOTH_ARRAYS[kind][size], *tiles)
     needs = [tile.shared_memory(8 if dtype == "float64" else 4, d, dv) for tile in tiles]
     reserved = RESERVED_SHARED_MEMORY if info.cc >= (8, 0) else 0
     fit = [tile for tile, need in zip(tiles, needs, strict=True) if need <= info.shared_memory_block]

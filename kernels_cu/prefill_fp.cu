@@ -32,16 +32,17 @@ struct RoundChunk {
 };
 
 // What an instance fixes. DV: value columns of a block; SLICES blocks do all of them, each with the scores anew. STAGES: tiles of K and
-// of V in shared memory. WHOLE_CHUNKS: see NumberLoader.
+// of V in shared memory. WHOLE_CHUNKS: see NumberLoader. PAGED: keys and values lie in pages.
 template <
-    class Kind_, class Real_, class Out_, int DQK_, int DV_, int SLICES_, int M_, int N_, int WARPS_, int STAGES_, bool WHOLE_CHUNKS,
-    int MASK_, int SCORE_>
+    class Kind_, class Real_, class Out_, int DQK_, int DV_, int SLICES_, int M_, int N_, int WARPS_, int STAGES_, bool WHOLE_CHUNKS_,
+    int MASK_, int SCORE_, bool PAGED_ = false>
 struct PrefillFp {
     using Kind = Kind_;
     using Real = Real_;
     using T = typename Real::T;
     using Out = Out_;
     static constexpr int DQK = DQK_, DV = DV_, SLICES = SLICES_, M = M_, N = N_, STAGES = STAGES_, MASK = MASK_, SCORE = SCORE_;
+    static constexpr bool WHOLE_CHUNKS = WHOLE_CHUNKS_, PAGED = PAGED_;
     static constexpr int THREADS = 32 * WARPS_;
     static constexpr int WARP_ROWS = M / WARPS_;
     static constexpr int MT = WARP_ROWS / 16, NT = N / 8, OT = DV / 8;  // 16 x 8 tiles of a warp: rows, keys, value columns
@@ -52,8 +53,6 @@ struct PrefillFp {
     using KTile = NumberTile<T, N, DQK>;
     using VTile = NumberTile<T, N, DV>;
     using QLoader = NumberLoader<T, QTile, THREADS, WHOLE_CHUNKS>;
-    using KLoader = NumberLoader<T, KTile, THREADS, WHOLE_CHUNKS>;
-    using VLoader = NumberLoader<T, VTile, THREADS, WHOLE_CHUNKS>;
     static constexpr int K_SMEM = QTile::BYTES, V_SMEM = K_SMEM + STAGES * KTile::BYTES;  // offsets
     static constexpr int SAVED_SMEM = V_SMEM + STAGES * VTile::BYTES;
     static constexpr int SMEM_BYTES = SAVED_SMEM + (sizeof(T) == 4 ? 8 * M : 0);
@@ -64,16 +63,18 @@ struct PrefillFp {
 
 // What all threads of a block agree on, with the way of keys and values into shared memory. Tiles go from `last` down to `first`.
 template <class C> struct FpBlock {
-    typename C::KLoader k_loader;
-    typename C::VLoader v_loader;
+    using KLoader = FpKvLoader<C, typename C::KTile, 0x7fff7fffu>;  // NaN in both types
+    using VLoader = FpKvLoader<C, typename C::VTile, 0>;
+    KLoader k_loader;
+    VLoader v_loader;
     Visibility<C::MASK> visible;  // narrowed to the keys that some row of the block sees
     u32 smem;
     int position;  // of the first row
     int first, last;
 
     __device__ __forceinline__ FpBlock(const PrefillParams& p, const WorkItem& work, const Sequence& seq, int first_column, u32 smem)
-        : k_loader(p.k, p.k_stride, work.batch, seq.k_begin, work.head / p.group, 0, p.head_dim),
-          v_loader(p.v, p.v_stride, work.batch, seq.k_begin, work.head / p.group, first_column, p.head_dim_v - first_column),
+        : k_loader(p, p.k, p.k_stride, work, seq, 0, p.head_dim),
+          v_loader(p, p.v, p.v_stride, work, seq, first_column, p.head_dim_v - first_column),
           visible(p, seq), smem(smem), position(work.m_tile * C::M + seq.position) {
         const int rows = min(C::M, seq.q_length - work.m_tile * C::M);  // that exist
         visible.narrow(visible.of_any(position, position + rows - 1));
@@ -101,8 +102,8 @@ template <class C> struct FpBlock {
     // Wait for K (with 2 stages, also for V) of a tile, and load what takes the place of the tile before.
     __device__ __forceinline__ void begin(int thread, int tile) const {
         copies_wait<0>();
-        round<typename C::KLoader>(thread, K_smem(tile));
-        if (C::STAGES == 2) round<typename C::VLoader>(thread, V_smem(tile));
+        round<KLoader>(thread, K_smem(tile));
+        if (C::STAGES == 2) round<VLoader>(thread, V_smem(tile));
         if (tile == last) round<typename C::QLoader>(thread, smem);
         __syncthreads();
         if (C::STAGES == 1) load_v(thread, tile);
@@ -113,7 +114,7 @@ template <class C> struct FpBlock {
     __device__ __forceinline__ void middle(int thread, int tile) const {
         if (C::STAGES == 2) return;
         copies_wait<0>();
-        round<typename C::VLoader>(thread, V_smem(tile));
+        round<VLoader>(thread, V_smem(tile));
         __syncthreads();
         load_k(thread, tile - 1);
     }
@@ -134,11 +135,12 @@ template <class C> struct WarpStep {
     }
 };
 
-// Divide by the sums; write out and log-sum-exp. Rows that are not finite, or too small for TF32, are done again, one by one. Where the
-// rows are is worked out again: registers are scarce in the main loop.
+// Divide by the sums; write out and log-sum-exp. Rows that are not finite, or too small for TF32, are done again, one by one, and so are
+// those without a weight that have seen logits which are too `low`, a bit for each of the lane's rows. Where the rows are is worked out
+// again: registers are scarce in the main loop.
 template <class C>
 __device__ __forceinline__ void finish(
-    const PrefillParams& p, SoftmaxState<2 * C::MT, typename C::Real>& state, typename C::T (&O_rmem)[C::MT][C::OT][4]
+    const PrefillParams& p, SoftmaxState<2 * C::MT, typename C::Real>& state, typename C::T (&O_rmem)[C::MT][C::OT][4], u32 low
 ) {
     using T = typename C::T;
     using Out = typename C::Out;
@@ -181,6 +183,7 @@ __device__ __forceinline__ void finish(
             *row_gmem<T>(p.lse, p.lse_stride, work.batch, seq.q_begin + row, work.head) = T(end.lse);
         const u32 bit = here && !empty ? 1u << (8 * r + lane / 4) : 0u;
         if (!(watched == T(0))) again |= bit;
+        if (here && empty && (low >> r & 1) != 0) again |= 1u << (8 * r + lane / 4);
         if constexpr (C::SPLITS) {
             largest = C::Real::max(largest, shuffle_xor<1>(largest));
             largest = C::Real::max(largest, shuffle_xor<2>(largest));
@@ -208,6 +211,8 @@ template <class C> __device__ __forceinline__ void prefill_fp(const PrefillParam
 
     SoftmaxState<2 * C::MT, typename C::Real> state;
     T O_rmem[C::MT][C::OT][4], S_rmem[C::MT][C::NT][4];
+    using Arrays = ScoreArrays<C::MASK, C::SCORE, typename C::Real>;
+    u32 low = 0;
     state.init();
 #pragma unroll
     for (int i = 0; i < C::MT * C::OT * 4; ++i) O_rmem[i / (4 * C::OT)][i / 4 % C::OT][i % 4] = 0;
@@ -220,6 +225,7 @@ template <class C> __device__ __forceinline__ void prefill_fp(const PrefillParam
         if (C::STAGES == 2) block.load_v(threadIdx.x, block.last);
 
         const ExactScore<C::SCORE, typename C::Real> score(p, work.batch, work.head);
+        const Arrays arrays(p, seq, work.batch, work.head);
         const T scale = T(p.logit_scale64);
 #pragma unroll 1
         for (int tile = block.last; tile >= block.first; --tile) {
@@ -236,11 +242,16 @@ template <class C> __device__ __forceinline__ void prefill_fp(const PrefillParam
             block.middle(step.thread, tile);
             if (step.needed) {
                 const int lane_position = step.position + step.lane / 4, lane_key = step.key + step.lane % 4 * 2;
-                exact_score(S_rmem, score, lane_position, lane_key);
+                exact_score(S_rmem, score, arrays, lane_position, lane_key);
                 if (!block.visible.all(step.position, step.position + C::WARP_ROWS - 1, step.key, step.key + C::N))
                     apply_mask<C::MASK, KeyOrder<false>>(S_rmem, block.visible, lane_position, lane_key);
                 T top[2 * C::MT];
                 state.tops(top, S_rmem);
+                if constexpr (Arrays::BIASED) {
+#pragma unroll
+                    for (int r = 0; r < 2 * C::MT; ++r)
+                        if (top[r] < Arrays::LOWEST && top[r] != -infinity()) low |= 1u << r;
+                }
                 state.update(S_rmem, O_rmem, top, scale);
                 Products<C, typename C::Kind>::values(O_rmem, S_rmem, block.V_smem(tile), step.lane, block.v_loader.columns);
             }
@@ -250,5 +261,5 @@ template <class C> __device__ __forceinline__ void prefill_fp(const PrefillParam
         }
         if (C::SAVES && block.first + C::SAVE_TILES <= block.last) Saved<C>::combine(p, smem_address(smem), true, false, state, O_rmem);
     }
-    finish<C>(p, state, O_rmem);
+    finish<C>(p, state, O_rmem, low);
 }

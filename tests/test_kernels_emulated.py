@@ -306,20 +306,18 @@ def test_index_arrays_are_clamped(emulator, width, gpu, name):
         compare.assert_close(lse, want.lse[0], want.lse_bound, "lse")
 
 
-@pytest.mark.parametrize("page_size", [1, 3, 16])
-@pytest.mark.parametrize("gpu", [H200, T4], ids=lambda gpu: gpu.name)
-def test_bad_pages_are_not_followed(emulator, gpu, page_size):
+def check_bad_pages(emulator: emulate.Emulator, gpu: device.DeviceInfo, page_size: int, dtype: np.dtype) -> None:
     """Rows that see a key of such a page become NaN, others stay as they were; lengths beyond the table count as its capacity."""
     rng = np.random.default_rng(page_size)
     keys, slots = 96, 96 // page_size
-    k, v = (rng.standard_normal((2, keys, 1, 16)).astype(F16) for _ in range(2))
-    q = rng.standard_normal((2, keys, 2, 16)).astype(F16)
+    k, v = (rng.standard_normal((2, keys, 1, 16)).astype(dtype) for _ in range(2))
+    q = rng.standard_normal((2, keys, 2, 16)).astype(dtype)
     table = rng.permutation(2 * slots).reshape(2, slots)
-    pages = [np.empty((2 * slots, page_size, 1, 16), F16) for _ in range(2)]
+    pages = [np.empty((2 * slots, page_size, 1, 16), dtype) for _ in range(2)]
     for a, source in zip(pages, (k, v), strict=True):
         a[table] = source.reshape(2, slots, page_size, 1, 16)
     good = problems.build_attention(q, *pages, page_table=table, kv_lengths=[keys, keys], window=(40, 0))
-    out, lse = np.full(q.shape, np.nan, F16), np.full((2, 2, keys), np.nan, F32)
+    out, lse = np.full(q.shape, np.nan, dtype), np.full((2, 2, keys), np.nan, F64 if dtype == F64 else F32)
     problem = problems.with_outputs(good, out, lse, True, "BSHD", 4)[0]
     broken = table.copy()
     broken[0, 48 // page_size], broken[1, 90 // page_size] = -1, 2 * slots
@@ -327,9 +325,15 @@ def test_bad_pages_are_not_followed(emulator, gpu, page_size):
     for b, first in ((0, 48 // page_size), (1, 90 // page_size)):
         hidden[b, first * page_size : (first + 1) * page_size] = True
     k[hidden] = np.nan
-    want = compare.expect([problems.build_attention(q, k, np.where(hidden[..., None, None], F16.type(0), v), window=(40, 0))])
+    want = compare.expect([problems.build_attention(q, k, np.where(hidden[..., None, None], dtype.type(0), v), window=(40, 0))])
     assert 0 < np.isnan(want.lse[0]).sum() < want.lse[0].size
     for side in ("end", "start"):
         emulator.run(problem.replace(page_table=broken, kv_lengths=np.array([10**12, keys])), gpu, side=side)
         compare.assert_close(out, want.out[0], want.out_bound, "out")
         compare.assert_close(lse, want.lse[0], want.lse_bound, "lse")
+
+
+@pytest.mark.parametrize("page_size", [1, 3, 16])
+@pytest.mark.parametrize("gpu", [H200, T4], ids=lambda gpu: gpu.name)
+def test_bad_pages_are_not_followed(emulator, gpu, page_size):
+    check_bad_pages(emulator, gpu, page_size, F16)

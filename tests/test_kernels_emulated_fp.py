@@ -7,14 +7,14 @@ from collections.abc import Callable, Iterator
 import compare
 import numpy as np
 import pytest
-from cases import CASES, F32, F64, absent, case, causal
+from cases import CASES, F32, F64, absent, bias, case, causal, mask
 from cuflash import device, tiles_fp
 from cuflash import problem as problems
 from cuflash.backends import cuda
 from cuflash.tiles import HEAD_CLASSES
 from cuflash.types import Problem
 from emulator import emulate
-from test_kernels_emulated import FA2, FURTHER, Run, normal, of_arrays, of_case
+from test_kernels_emulated import FA2, FURTHER, Run, check_bad_pages, hidden_keys, lowest_bias, normal, of_arrays, of_case
 
 A100, H200, T4, RTX = (device.KNOWN[name] for name in ("A100", "H200", "T4", "RTX 4090"))
 # Every kind of arithmetic: three products of TF32, float64 tensor cores of two generations, multiply-adds.
@@ -32,14 +32,19 @@ def tile_runs() -> Iterator[Run]:
             continue
         seen.add(key)
         shape = f"1,{tile.m + 5},{2 * tile.n + 9},1,1,{d - 3 * (len(seen) % 2)}"  # odd ones are copied number by number
-        yield of_case(case(f"tile-{d}-m{tile.m}n{tile.n}w{tile.warps}s{tile.stages}", shape, causal), dtype, gpu)
+        name = f"tile-{d}-m{tile.m}n{tile.n}w{tile.warps}s{tile.stages}"
+        yield of_case(case(name, shape, causal), dtype, gpu)
+        if d in (64, 256):  # bias and mask of whole pairs of columns and others; nothing else of these kinds depends on the head size
+            arrays = bias(dtype=F32 if d == 256 else None, hidden=0.1), mask(visible=0.9)
+            yield of_case(case(f"{name}-arrays", f"1,20,{2 * tile.n + 8 + d // 256},1,1,{d}", *arrays), dtype, gpu)
+            yield of_case(case(f"{name}-pages", f"1,20,{2 * tile.n + 9},1,1,{d}", page_size=7, kv_lengths=(2 * tile.n + 9,)), dtype, gpu)
 
 
 def kind_runs() -> Iterator[Run]:
     """All cases of the conformance suite that the kernel takes, each in one kind of arithmetic for float32 and one for float64."""
     taken = 0
     for c in (*CASES, *FURTHER):
-        if not {F32, F64} <= set(c.dtypes) or c.page_size or c.decode:
+        if not {F32, F64} <= set(c.dtypes) or c.decode:
             continue
         options: dict[str, object] = {}
         for builder in c.options:
@@ -85,6 +90,13 @@ def hard_runs() -> Iterator[Run]:
             yield of_arrays(f"{dtype}-key-{value}", gpu, lambda t=dtype, x=value: changed(64, t, 1, set_to(60, x)), causal=True)
         yield of_arrays(f"{dtype}-query-nan", gpu, lambda t=dtype: changed(64, t, 0, set_to(7, np.nan)), causal=True)
         yield of_arrays(f"{dtype}-values-of-1e-{38 if dtype == F32 else 308}", gpu, lambda t=dtype: tiny_values(t), causal=True)
+        for how in ("mask", "bias", "bias32"):
+            arrays, options = hidden_keys(dtype, how)
+            yield of_arrays(f"{dtype}-hidden-keys-{how}", gpu, lambda a=arrays: a, **options)
+            yield of_arrays(f"{dtype}-hidden-keys-{how}-causal", gpu, lambda a=arrays: a, causal=True, softcap=5.0, **options)
+        for bias_dtype in (F32, *([F64] if dtype == F64 else [])):
+            arrays, options = lowest_bias(dtype, bias_dtype)
+            yield of_arrays(f"{dtype}-lowest-bias-{bias_dtype}", gpu, lambda a=arrays: a, **options)
         yield of_arrays(f"{dtype}-softcap-window-sinks", gpu, lambda t=dtype: normal(40, t), softcap=3.0, window=(50, 5), sinks=[1.0])
 
 
@@ -142,6 +154,12 @@ def test_tf32_on_request(emulator, d):
     naive_lse = s.max(1) + np.log(weights.sum(1))
     compare.assert_close(lse, want.lse[0], 2 * np.abs(naive_lse - want.lse[0][0, 0]).max() + 2 * eps * np.abs(want.lse[0]).max(), "lse")
     assert np.abs(out - want.out[0]).max() > want.out_bound  # so that TF32 was used at all
+
+
+@pytest.mark.parametrize("page_size", [1, 3, 16])
+@pytest.mark.parametrize(("dtype", "gpu"), [(F32, H200), (F32, T4), (F64, H200), (F64, T4)], ids=str)
+def test_bad_pages_are_not_followed(emulator, dtype, gpu, page_size):
+    check_bad_pages(emulator, gpu, page_size, dtype)
 
 
 @pytest.mark.parametrize("gpu", [H200, T4], ids=lambda gpu: gpu.name)

@@ -133,9 +133,6 @@ def decline(problem: Problem, kernel: str) -> str | None:
         "score_mod": problem.score_mod is not None, "mask_mod": problem.mask_mod is not None, "score='sqdist'": problem.score == "sqdist",
         "num_splits": (problem.num_splits or 1) > 1,
     }
-    if dtype not in TYPES:
-        for name in cuda_fp.absent(problem):
-            return f"{name} is not part of this version of its kernels for {dtype}; float16 and bfloat16 have it"
     for name, asked in absent.items():
         if asked:
             return f"{name} is not part of this version of its kernels"

@@ -31,8 +31,9 @@ class Instance:
     mask: int
     score: int
     load: int = 16
+    paged: bool = False
 
-    paged = flat = False  # which the 16-bit kernel has
+    flat = False  # which the 16-bit kernel has
 
     @property
     def factor_left(self) -> bool:
@@ -56,6 +57,7 @@ class Instance:
         if self.out != self.dtype:
             words.append(f"to_{SHORT_TYPES[self.out]}")
         words += cuda.kind_words(self.mask, self.score)
+        words += ["paged"] * self.paged
         if self.load != 16:
             words.append("strided")
         return "_".join(words)
@@ -68,7 +70,10 @@ class Instance:
     def source(self) -> jit.Source:
         t = self.tile
         real = "Fast32" if self.kind == tiles_fp.TF32 else _REALS[self.dtype]
-        numbers = (self.d, t.slice(self.dv), self.slices, t.m, t.n, t.warps, t.stages, str(self.load == 16).lower(), self.mask, self.score)
+        numbers = (
+            self.d, t.slice(self.dv), self.slices, t.m, t.n, t.warps, t.stages, str(self.load == 16).lower(), self.mask, self.score,
+            *("true",) * self.paged,
+        )
         stub = (
             f"using Instance = PrefillFp<{self.kind}, {real}, {_OUT_TYPES[self.out]}, {', '.join(map(str, numbers))}>;\n"
             f'static_assert(sizeof(PrefillParams) == {launch.PREFILL_PARAMS.itemsize}, "launch.py mirrors params.cuh");\n'
@@ -88,16 +93,10 @@ def instance(problem: Problem, mask: int, score: int, info: DeviceInfo) -> Insta
     kind = tiles_fp.arithmetic(dtype, problem.precision, info)
     d, dv = tiles.head_class(problem.head_dim), tiles.head_class(problem.head_dim_v)
     load = width(launch.copy_bytes((problem.q, problem.k, problem.v)), dtype)
-    tile = tiles_fp.prefill_fp(kind, dtype, d, dv, info)
+    tile = tiles_fp.prefill_fp(kind, dtype, d, dv, info, problem.bias is not None and problem.mask is not None)
     if tile is None:
         return None
-    return Instance(kind, dtype, name_of(problem.out_dtype), d, dv, tile, mask, score, load)
-
-
-def absent(problem: Problem) -> list[str]:
-    """Options of a problem that the 16-bit kernel has and this one does not."""
-    asked = {"page_table": problem.paged, "bias": problem.bias is not None, "mask": problem.mask is not None}
-    return [name for name, there in asked.items() if there]
+    return Instance(kind, dtype, name_of(problem.out_dtype), d, dv, tile, mask, score, load, problem.paged)
 
 
 def width(copy_bytes: int, dtype: str) -> int:
@@ -124,12 +123,13 @@ def common(info: DeviceInfo) -> Iterator[Instance]:
     from . import cuda
 
     def make(
-        dtype: str, d: int, mask: int, load: int = 16, score: int = 0, out: str | None = None, precision: str | None = None
+        dtype: str, d: int, mask: int, load: int = 16, score: int = 0, out: str | None = None, precision: str | None = None,
+        paged: bool = False,
     ) -> Instance:
         kind = tiles_fp.arithmetic(dtype, precision, info)
-        tile = tiles_fp.prefill_fp(kind, dtype, d, d, info)
+        tile = tiles_fp.prefill_fp(kind, dtype, d, d, info, bool(mask & cuda.MASK_ARRAY) and score >= cuda.SCORE_BIAS)
         assert tile is not None
-        return Instance(kind, dtype, out or dtype, d, d, tile, mask, score, load)
+        return Instance(kind, dtype, out or dtype, d, d, tile, mask, score, load, paged)
 
     for d in tiles.HEAD_CLASSES:
         for dtype in _REALS:
@@ -142,4 +142,10 @@ def common(info: DeviceInfo) -> Iterator[Instance]:
         yield make(dtype, 128, cuda.MASK_RIGHT, load=_ITEMSIZE[dtype])
         for score in (cuda.SCORE_SCALED, cuda.SCORE_SOFTCAP, cuda.SCORE_ALIBI, cuda.SCORE_SOFTCAP | cuda.SCORE_ALIBI):
             yield make(dtype, 128, cuda.MASK_RIGHT, score=score)
+        for d in (64, 128):
+            yield make(dtype, d, cuda.MASK_LENGTH, score=cuda.SCORE_BIAS)
+            yield make(dtype, d, cuda.MASK_LENGTH | cuda.MASK_ARRAY)
+            yield make(dtype, d, cuda.MASK_RIGHT, paged=True)
+            rarest = cuda.SCORE_SOFTCAP | cuda.SCORE_ALIBI | (cuda.SCORE_BIAS32 if dtype == "float64" else cuda.SCORE_BIAS)
+            yield make(dtype, d, cuda.MASK_RIGHT | cuda.MASK_LEFT | cuda.MASK_ARRAY, score=rarest, paged=True)
     yield make("float32", 64, cuda.MASK_LENGTH, out="float16")

@@ -1,5 +1,5 @@
 // The slow, plain way to compute a row, for those that the fast way cannot do.
-#include "include/fp_rows.cuh"
+#include "include/fp_paged.cuh"
 #include "include/fp_score.cuh"
 #include "include/schedule.cuh"
 #include "include/softmax_state.cuh"
@@ -19,10 +19,13 @@ __device__ __forceinline__ void exact_row(const PrefillParams& p, int warp_row) 
     const Sequence seq = sequence(p, work.batch);
     constexpr int OWN = (C::DV + 31) / 32;  // columns of a lane: lane, lane + 32, ...
     const T* q = row_gmem<T>(p.q, p.q_stride, work.batch, seq.q_begin + row, work.head);
-    const T* k = row_gmem<T>(p.k, p.k_stride, work.batch, seq.k_begin, work.head / p.group);
-    const T* v = row_gmem<T>(p.v, p.v_stride, work.batch, seq.k_begin, work.head / p.group) + first_column * p.v_stride.column;
+    const KvRows<T, C::PAGED> k(p, p.k, p.k_stride, work, seq);
+    KvRows<T, C::PAGED> v(p, p.v, p.v_stride, work, seq);
+    v.first_gmem += first_column * p.v_stride.column;
     const int columns = min(C::DV, p.head_dim_v - first_column), position = row + seq.position;
     const ExactScore<C::SCORE, Real> score(p, work.batch, work.head);
+    using Arrays = ScoreArrays<C::MASK, C::SCORE, Real>;
+    const Arrays arrays(p, seq, work.batch, work.head);
     const KeyRange seen = Visibility<C::MASK>(p, seq).of_all(position, position);
     const T scale = T(p.logit_scale64);
 
@@ -33,18 +36,26 @@ __device__ __forceinline__ void exact_row(const PrefillParams& p, int warp_row) 
     for (int first = seen.begin; first < seen.end; first += 32) {
         const int key = first + lane;
         T x = -infinity();
-        if (key < seen.end) {
+        if (key < seen.end && arrays.shows(position, key)) {
             T s = 0;
+            const T* row_k = k.at(p, p.k_stride, key);
+            if (C::PAGED && row_k == nullptr) {
+                s = __int_as_float(0x7fc00000);
+            } else {
 #pragma unroll 1
-            for (int d = 0; d < p.head_dim; ++d)
-                s = Real::fma(q[d * p.q_stride.column], k[key * p.k_stride.row + d * p.k_stride.column], s);
-            x = Real::mul(score(s, position, key), scale);
+                for (int d = 0; d < p.head_dim; ++d) s = Real::fma(q[d * p.q_stride.column], row_k[d * p.k_stride.column], s);
+            }
+            x = score(s, position, key, arrays.bias(position, key));
+            if constexpr (!Arrays::BIASED) x = Real::mul(x, scale);
         }
         T top = x;
 #pragma unroll
         for (int lanes = 16; lanes > 0; lanes /= 2) top = Real::max(top, __shfl_xor_sync(0xffffffffu, top, lanes));
         const T raised = Real::max(state.reference[0], top), base = raised == -infinity() ? T(0) : raised;
-        const T factor = Real::exp2(state.reference[0] - base), weight = Real::exp2(x - base);
+        T fall = state.reference[0] - base, own_fall = x - base;
+        // With a bias, logits are natural up to here: the lowest that there are would be infinite in log2 units.
+        if constexpr (Arrays::BIASED) fall = Real::mul(fall, scale), own_fall = Real::mul(own_fall, scale);
+        const T factor = Real::exp2(fall), weight = Real::exp2(own_fall);
         state.reference[0] = raised;
         state.sum[0] = state.sum[0] * factor + weight;  // this lane's share
 #pragma unroll
@@ -54,17 +65,18 @@ __device__ __forceinline__ void exact_row(const PrefillParams& p, int warp_row) 
         for (int other = 0; other < 32; ++other) {
             const T w = __shfl_sync(0xffffffffu, weight, other);
             if ((takes_part >> other & 1) == 0) continue;
+            const T* row_v = v.at(p, p.v_stride, first + other);
 #pragma unroll
             for (int i = 0; i < OWN; ++i) {
                 const int column = lane + 32 * i;
-                if (column < columns) o[i] = Real::fma(w, v[(first + other) * p.v_stride.row + column * p.v_stride.column], o[i]);
+                if (column < columns) o[i] = Real::fma(w, C::PAGED && row_v == nullptr ? T(0) : row_v[column * p.v_stride.column], o[i]);
             }
         }
     }
 #pragma unroll
     for (int lanes = 16; lanes > 0; lanes /= 2) state.sum[0] += __shfl_xor_sync(0xffffffffu, state.sum[0], lanes);
     const bool empty = state.sum[0] == T(0);
-    const RowEnd end(p, work.head, state.reference[0], state.sum[0], 1.0);
+    const RowEnd end(p, work.head, state.reference[0], state.sum[0], 1.0, Arrays::BIASED ? 1.0 : Exact64::LN2);
     using Out = typename C::Out;
     auto* out = row_gmem<typename Stored<Out>::Type>(p.out, p.out_stride, work.batch, seq.q_begin + row, work.head) +
                 first_column * p.out_stride.column;
@@ -82,14 +94,18 @@ template <class C> __device__ __forceinline__ bool any_tiny_value(const PrefillP
     const Sequence seq = sequence(p, work.batch);
     const int position = work.m_tile * C::M + seq.position, columns = min(C::DV, p.head_dim_v - first_column);
     const KeyRange seen = Visibility<C::MASK>(p, seq).of_any(position, position + C::M - 1);
-    const float* v = row_gmem<float>(p.v, p.v_stride, work.batch, seq.k_begin, work.head / p.group) + first_column * p.v_stride.column;
+    KvRows<float, C::PAGED> v(p, p.v, p.v_stride, work, seq);
+    v.first_gmem += first_column * p.v_stride.column;
     bool tiny = false;
 #pragma unroll 1
-    for (int key = seen.begin; key < seen.end; ++key)
+    for (int key = seen.begin; key < seen.end; ++key) {
+        const float* row_v = v.at(p, p.v_stride, key);
+        if (C::PAGED && row_v == nullptr) continue;
 #pragma unroll 1
         for (int column = lane; column < columns; column += 32) {
-            const float x = fabsf(v[key * p.v_stride.row + column * p.v_stride.column]);
+            const float x = fabsf(row_v[column * p.v_stride.column]);
             tiny |= x > 0.0f && x < TINY;
         }
+    }
     return __any_sync(0xffffffffu, tiny);
 }

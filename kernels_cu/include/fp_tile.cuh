@@ -47,6 +47,7 @@ template <class T, int ROWS_, int COLUMNS_> struct NumberTile {
 template <class T, class Tile, int THREADS, bool WHOLE_CHUNKS> struct NumberLoader {
     static constexpr int ALL = Tile::ROWS * Tile::CHUNKS, PASSES = (ALL + THREADS - 1) / THREADS;
     static constexpr int UNROLL = WHOLE_CHUNKS && CUFLASH_ARCH >= 800 ? 2 : 1;  // what goes through registers would fill them
+    static constexpr int SIZE = Chunk<T>::SIZE;
 
     const T* first_gmem;  // row 0, column 0
     i64 row_stride, column_stride;
@@ -58,7 +59,17 @@ template <class T, class Tile, int THREADS, bool WHOLE_CHUNKS> struct NumberLoad
         : first_gmem(static_cast<const T*>(base) + batch * s.batch + first_row * s.row + head * s.head + first_column * s.column),
           row_stride(s.row), column_stride(s.column), columns(columns) {}
 
-    __device__ __forceinline__ const T* place(int row, int column) const { return first_gmem + row * row_stride + column * column_stride; }
+    // A chunk of the row that begins at `row_gmem`, if it is there.
+    static __device__ __forceinline__ void copy(u32 to, const T* row_gmem, i64 column_stride, int chunk, int columns, bool row_here) {
+        const int column = chunk * SIZE;
+        if constexpr (WHOLE_CHUNKS) {
+            copy_or_zero<16>(to, row_gmem + column, row_here && column < columns);
+        } else {
+#pragma unroll
+            for (int e = 0; e < SIZE; ++e)
+                copy_or_zero<sizeof(T)>(to + e * sizeof(T), row_gmem + (column + e) * column_stride, row_here && column + e < columns);
+        }
+    }
 
     // Rows tile_row, tile_row + 1, ... of the array; only those in [begin, end) are read.
     __device__ __forceinline__ void load(int thread, u32 tile_smem, int tile_row, int begin, int end) const {
@@ -66,17 +77,9 @@ template <class T, class Tile, int THREADS, bool WHOLE_CHUNKS> struct NumberLoad
         for (int pass = 0; pass < PASSES; ++pass) {
             const int i = pass * THREADS + thread;
             if (ALL % THREADS != 0 && i >= ALL) break;
-            const int row = i / Tile::CHUNKS, chunk = i % Tile::CHUNKS, column = chunk * Chunk<T>::SIZE;
-            const u32 to = tile_smem + Tile::offset(row, chunk);
-            const int r = tile_row + row;
+            const int row = i / Tile::CHUNKS, chunk = i % Tile::CHUNKS, r = tile_row + row;
             const bool row_here = r >= begin && r < end;
-            if constexpr (WHOLE_CHUNKS) {
-                copy_or_zero<16>(to, first_gmem + r * row_stride + column, row_here && column < columns);
-            } else {
-#pragma unroll
-                for (int e = 0; e < Chunk<T>::SIZE; ++e)
-                    copy_or_zero<sizeof(T)>(to + e * sizeof(T), place(r, column + e), row_here && column + e < columns);
-            }
+            copy(tile_smem + Tile::offset(row, chunk), first_gmem + r * row_stride, column_stride, chunk, columns, row_here);
         }
     }
 
