@@ -34,7 +34,7 @@ class Target(NamedTuple):
 # Every pair that exists. A new backend is one more line here, and what it declines stands in ABSENT.
 HOST = (Target("reference", "naive"), Target("cpu", "fa2"), Target("cpu", "decode"), Target("cpu", "naive"))
 NUMBA_CUDA = (Target("numba-cuda", "fa1"), Target("numba-cuda", "decode"))
-CUDA = (Target("cuda", "fa2"), Target("cuda", "naive"))
+CUDA = (Target("cuda", "fa2"), Target("cuda", "fa1"), Target("cuda", "naive"))
 ALL_TARGETS = (*HOST, *NUMBA_CUDA, *CUDA)
 GRADIENT_HOST = (Target("reference", "naive"), Target("cpu", "fa2"))
 
@@ -53,6 +53,13 @@ ABSENT: dict[str, dict[str, str]] = {
         **{name: f"{name} is not part" for name in ("score_mod", "mask_mod", "num_splits")},
         "sqdist": "score='sqdist' is not part",
         "out float64": "with float64 results", "out float32": "with float32 results",  # of 16-bit arrays
+    },
+    "cuda/fa1": {
+        **{name: f"it has no {name}" for name in ("softcap", "alibi_slopes", "sinks", "bias", "mask", "page_table")},
+        **{name: f"{name} is not part" for name in ("score_mod", "mask_mod", "num_splits")},
+        **{dtype: f"{dtype} arrays; it takes float16" for dtype in ("float32", "float64")},
+        "sqdist": "score='sqdist' is not part",
+        "out float64": "with float64 results", "out float32": "with float32 results",
     },
     "cuda/naive": {
         **{name: f"has no {name}" for name in ("page_table", "alibi_slopes", "sinks", "score_mod", "mask_mod")},

@@ -17,7 +17,7 @@ from cuflash.problem import build_attention, build_varlen
 
 pytestmark = pytest.mark.gpu
 
-FA2 = Target("cuda", "fa2")
+FA1, FA2 = Target("cuda", "fa1"), Target("cuda", "fa2")
 FORCED = ("T4", "A100", "RTX 3090", "RTX 4090")
 NAMES = tuple(
     name
@@ -30,10 +30,11 @@ NAMES = tuple(
 )  # fmt: skip
 
 
+@pytest.mark.parametrize("target", [FA1, FA2], ids=lambda target: target.kernel)
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("gpu", FORCED)
 @pytest.mark.parametrize("dtype", [F16, BF16], ids=str)
-def test_plans_of_other_gpus(gpu, name, dtype):
+def test_plans_of_other_gpus(gpu, name, dtype, target):
     """Their tiles, shared memory and code paths (no cp.async and no bf16 on a T4), forced on the GPU at hand."""
     info = device.KNOWN[gpu]
     if dtype == BF16 and info.cc < (8, 0):
@@ -41,7 +42,7 @@ def test_plans_of_other_gpus(gpu, name, dtype):
     case = BY_NAME[name]
     call = present(case, dtype)
     with device.pretend(info):
-        run(call, FA2)
+        run(call, target)
     check(call, expected(case, dtype))
 
 
@@ -49,7 +50,7 @@ def inputs(cupy, *shape):
     return [cupy.asarray(np.random.default_rng(n).standard_normal(shape).astype(F16)) for n in range(3)]
 
 
-@pytest.mark.parametrize("kernel", ["fa2", "naive"])
+@pytest.mark.parametrize("kernel", ["fa2", "fa1", "naive"])
 @pytest.mark.parametrize("form", ["current", "stream", "pointer"])
 def test_case_53_it_runs_on_the_callers_stream(form, kernel):
     import cupy
@@ -125,7 +126,7 @@ def test_other_shapes_compile_nothing():
     assert len(jit._functions) == before
 
 
-@pytest.mark.parametrize(("backend", "kernel"), [("cuda", "fa2"), ("numba-cuda", "fa1")])
+@pytest.mark.parametrize(("backend", "kernel"), [("cuda", "fa2"), ("cuda", "fa1"), ("numba-cuda", "fa1")])
 def test_what_cannot_be_replayed_is_not_captured(backend, kernel):
     """Lengths from the host are copied for the call: a replay would read whatever lies there then."""
     import cupy

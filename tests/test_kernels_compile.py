@@ -8,7 +8,7 @@ import re
 
 import pytest
 from cuflash import jit
-from cuflash.backends import cuda, cuda_fp
+from cuflash.backends import cuda, cuda_fa1, cuda_fp
 
 pytestmark = pytest.mark.skipif(jit.why_unusable() is not None, reason=f"kernels cannot be compiled here: {jit.why_unusable()}")
 
@@ -18,11 +18,11 @@ REGISTERS_SM = 65536
 
 
 @functools.cache
-def log(arch: str, instance: cuda.Instance | cuda_fp.Instance, as_arch: str | None = None) -> str:
+def log(arch: str, instance: cuda.AnyInstance, as_arch: str | None = None) -> str:
     return jit.compile_cubin(instance.source, arch, as_arch)[1]
 
 
-def check(arch: str, instance: cuda.Instance | cuda_fp.Instance, as_arch: str | None = None) -> None:
+def check(arch: str, instance: cuda.AnyInstance, as_arch: str | None = None) -> None:
     """No spills, no warnings, and registers for as many resident blocks as the tile table says."""
     text = log(arch, instance, as_arch)
     what = f"{instance.name} for {arch}:\n{text}"
@@ -35,13 +35,14 @@ def check(arch: str, instance: cuda.Instance | cuda_fp.Instance, as_arch: str | 
     assert "warning" not in text.lower(), what
 
 
-def compile_all(arch: str, instances: list[cuda.Instance | cuda_fp.Instance]) -> None:
+def compile_all(arch: str, instances: list[cuda.AnyInstance]) -> None:
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         list(pool.map(lambda instance: log(arch, instance), instances))
 
 
-def every(arch: str) -> list[cuda.Instance | cuda_fp.Instance]:
-    return [*cuda.common(arch), *cuda_fp.common(cuda.representative(arch))]
+def every(arch: str) -> list[cuda.AnyInstance]:
+    info = cuda.representative(arch)
+    return [*cuda.common(arch), *cuda_fp.common(info), *cuda_fa1.common(info)]
 
 
 @pytest.mark.slow
@@ -56,6 +57,13 @@ def test_every_instance(arch):
 @pytest.mark.parametrize("arch", ONE_EACH)
 def test_one_instance_for_every_other_gpu(arch):
     check(arch, next(instance for instance in cuda.common(arch) if instance.d == 128))
+
+
+@pytest.mark.parametrize("arch", ONE_EACH)
+@pytest.mark.parametrize("d", [128, 256])
+def test_two_instances_of_fa1_for_every_other_gpu(arch, d):
+    """Those of the two tiles that leave the fewest registers."""
+    check(arch, next(i for i in cuda_fa1.common(cuda.representative(arch)) if i.d == d and i.mask == cuda.MASK_RIGHT))
 
 
 @pytest.mark.parametrize("arch", ONE_EACH)
@@ -77,5 +85,6 @@ def test_the_code_of_another_gpu_compiles_for_this_one(as_arch):
 def test_names_are_distinct_and_tell_the_tile():
     names = [instance.name for instance in every("sm_90a")]
     assert len(set(names)) == len(names)
+    assert "prefill_fa1_bf16_d128_m32n128w4_causal" in names  # as tiles_fa1.py has it
     assert "prefill_fa2_bf16_d128_m128n64w4s2_causal" in names  # as tiles.py has it
     assert any(re.fullmatch(r"prefill_fp_fp64_dmma_d128_m\d+n\d+w\d+s\d_causal", name) for name in names)

@@ -25,7 +25,7 @@ ROOMS = (
     ("planner",),
     ("backends",),
     ("jit", "launch"),
-    ("tiles_fp",),
+    ("tiles_fp", "tiles_fa1"),
     ("compiled", "tiles"),
     ("reference", "merge", "alibi", "device", "host"),
     ("modifiers",),

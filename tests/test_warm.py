@@ -90,6 +90,7 @@ OPTIONS = [
     {"return_lse": True},
     {"layout": "BHSD", "causal": True, "return_lse": True},
     {"kernel": "fa2", "backend": "cuda"},
+    {"kernel": "fa1", "backend": "cuda"},
 ]
 
 

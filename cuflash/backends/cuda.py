@@ -13,10 +13,10 @@ import numpy as np
 from .. import device, jit, launch, tiles
 from ..tiles import Tile
 from ..types import HOST, INDICES, UNBOUNDED, ArrayView, Plan, Problem, name_of
-from . import cuda_fp, naive_cuda, packed
+from . import cuda_fa1, cuda_fp, naive_cuda, packed
 
 NAME = "cuda"
-KERNELS = ("fa2", "naive")
+KERNELS = ("fa2", "fa1", "naive")
 
 MASK_LENGTH, MASK_RIGHT, MASK_LEFT, MASK_ARRAY = 0, 1, 2, 4  # as in mask.cuh
 SCORE_PLAIN, SCORE_SCALED, SCORE_SOFTCAP, SCORE_ALIBI, SCORE_BIAS, SCORE_BIAS32 = 0, 1, 2, 4, 8, 16  # as in score.cuh
@@ -90,6 +90,9 @@ class Instance:
         return jit.Source("prefill_fa2.cu", stub, self.name)
 
 
+AnyInstance = Instance | cuda_fp.Instance | cuda_fa1.Instance
+
+
 def kind_words(mask: int, score: int) -> list[str]:
     """Words of an instance's name for its mask and score kinds."""
     words = ["window" if mask & MASK_LEFT else "causal"] if mask & (MASK_LEFT | MASK_RIGHT) else []
@@ -102,7 +105,7 @@ def kind_words(mask: int, score: int) -> list[str]:
 
 
 def auto_kernels(problem: Problem) -> tuple[str, ...]:
-    """Kernels for kernel="auto", best first."""
+    """Kernels for kernel="auto", best first. fa1 is there to be compared: fa2 does all that it does, faster."""
     return ("fa2",)
 
 
@@ -127,6 +130,8 @@ def decline(problem: Problem, kernel: str) -> str | None:
     if kernel == "naive":
         return naive_cuda.decline(problem)
     dtype, out = name_of(problem.q.dtype), name_of(problem.out_dtype)
+    if kernel == "fa1" and (reason := cuda_fa1.decline(problem)) is not None:
+        return reason
     if dtype not in cuda_fp.SHORT_TYPES or (dtype in TYPES and out not in TYPES):
         return f"{dtype} arrays with {out} results; it weighs values in 16 bits, so that it offers float16 and bfloat16 results only"
     absent = {
@@ -151,7 +156,7 @@ def decline(problem: Problem, kernel: str) -> str | None:
         return f"{info.name} has compute capability {info.cc[0]}.{info.cc[1]}; it needs 7.5"
     if "bfloat16" in (dtype, out) and info.cc < (8, 0):
         return f"bfloat16 needs compute capability 8.0, {info.name} has {info.cc[0]}.{info.cc[1]}; float16 runs"
-    chosen = instance(problem, info)
+    chosen = instance(problem, info, kernel)
     if chosen is None:
         memory = f"{info.shared_memory_block:,} bytes of shared memory of {info.name}"
         return f"no tile for head sizes {sizes[0]} and {sizes[1]} fits the {memory}"
@@ -160,7 +165,7 @@ def decline(problem: Problem, kernel: str) -> str | None:
     return None
 
 
-def instance(problem: Problem, info: device.DeviceInfo) -> Instance | cuda_fp.Instance | None:
+def instance(problem: Problem, info: device.DeviceInfo, kernel: str = "fa2") -> AnyInstance | None:
     """The kernel instance for these arrays, or None if no tile fits the GPU."""
     d, dv = tiles.head_class(problem.head_dim), tiles.head_class(problem.head_dim_v)
     left, right = (side != UNBOUNDED for side in problem.window)
@@ -168,6 +173,8 @@ def instance(problem: Problem, info: device.DeviceInfo) -> Instance | cuda_fp.In
     if problem.mask is not None:
         mask |= MASK_ARRAY
     load, score = launch.copy_bytes((problem.q, problem.k, problem.v)), score_kind(problem)
+    if kernel == "fa1":
+        return cuda_fa1.instance(problem, mask, score, load, info)
     if name_of(problem.q.dtype) not in TYPES:
         return cuda_fp.instance(problem, mask, score, info)
     flat = is_flat(problem)
@@ -207,19 +214,17 @@ def plan(problem: Problem, kernel: str) -> Plan:
     if kernel == "naive":
         return naive_cuda.plan(problem, NAME)
     info = device.probe(problem.q.device)
-    chosen = instance(problem, info)
+    chosen = instance(problem, info, kernel)
     assert chosen is not None  # else it was declined
     t = chosen.tile
-    units = "tensor cores (mma.sync)" if isinstance(chosen, Instance) else cuda_fp.why(chosen)
-    why = (
-        f"{units}, {t.m} rows x {t.n} keys a block of {t.warps} warps, {chosen.shared_memory:,} bytes of shared memory "
-        f"on {info.name}"
-    )
+    units = cuda_fp.why(chosen) if isinstance(chosen, cuda_fp.Instance) else "tensor cores (mma.sync)"
+    warps = f"{t.warps} warps" + " that share the keys" * (kernel == "fa1")
+    why = f"{units}, {t.m} rows x {t.n} keys a block of {warps}, {chosen.shared_memory:,} bytes of shared memory on {info.name}"
     extra = (chosen, _section(problem, chosen, info))
     return Plan(kernel=kernel, backend=NAME, reason=why, tile=(t.m, t.n), threads=t.threads, extra=extra)
 
 
-def _section(problem: Problem, chosen: Instance | cuda_fp.Instance, info: device.DeviceInfo) -> int:
+def _section(problem: Problem, chosen: AnyInstance, info: device.DeviceInfo) -> int:
     """(batch, head) pairs whose tiles are handed out together.
 
     Where every row sees all keys, all tiles cost the same, and one head after the other keeps its keys and values in the L2 cache. Else
@@ -239,7 +244,7 @@ def _section(problem: Problem, chosen: Instance | cuda_fp.Instance, info: device
     return -(-pairs // sections)
 
 
-def _grid(problem: Problem, chosen: Instance | cuda_fp.Instance) -> int:
+def _grid(problem: Problem, chosen: AnyInstance) -> int:
     m = chosen.tile.m
     if chosen.flat:
         return problem.heads_q * launch.flat_tiles(problem, m) if problem.q.shape[0] else 0
@@ -278,7 +283,7 @@ def prepare(plan: Plan, problem: Problem) -> launch.Prepared | None:
     return launch.Prepared(steps, _params(plan, problem, ready, {}), addresses=5 + len(launch.index_addresses(problem)))
 
 
-def _steps(plan: Plan, problem: Problem) -> tuple[Instance | cuda_fp.Instance, list[launch.Step]]:
+def _steps(plan: Plan, problem: Problem) -> tuple[AnyInstance, list[launch.Step]]:
     """The planned instance for the arrays of this run, which may be aligned otherwise than those of the plan; and what is launched."""
     place = problem.q.device
     ready = with_load(plan.extra[0], launch.copy_bytes((problem.q, problem.k, problem.v)), device.probe(place))
@@ -293,7 +298,7 @@ def _steps(plan: Plan, problem: Problem) -> tuple[Instance | cuda_fp.Instance, l
     return ready, steps
 
 
-def _params(plan: Plan, problem: Problem, ready: Instance | cuda_fp.Instance, pointers: dict[str, int]) -> np.ndarray:
+def _params(plan: Plan, problem: Problem, ready: AnyInstance, pointers: dict[str, int]) -> np.ndarray:
     return launch.pack_prefill(problem, ready.tile.m, plan.extra[1], ready.factor_left, pointers, ready.flat)
 
 
@@ -312,12 +317,14 @@ def clear_source(out_bytes: int, lse_bytes: int, flat: bool) -> jit.Source:
 
 
 @functools.lru_cache(maxsize=512)
-def with_load(chosen: Instance | cuda_fp.Instance, load: int, info: device.DeviceInfo) -> Instance | cuda_fp.Instance:
+def with_load(chosen: AnyInstance, load: int, info: device.DeviceInfo) -> AnyInstance:
     """The instance for arrays that allow copies of ``load`` bytes."""
     if isinstance(chosen, cuda_fp.Instance):
         return cuda_fp.with_load(chosen, load)
     if load == chosen.load:
         return chosen
+    if isinstance(chosen, cuda_fa1.Instance):
+        return dataclasses.replace(chosen, load=load)
     tile = tile_for(chosen.d, chosen.dv, chosen.mask, chosen.score, load, chosen.paged, chosen.flat, info) or chosen.tile
     return dataclasses.replace(chosen, tile=tile, load=load)
 
@@ -349,6 +356,7 @@ def instances(arch: str) -> Iterator[jit.Source]:
     """Every common instance for an architecture such as "sm_90a": for precompilation."""
     yield from (chosen.source for chosen in common(arch))
     yield from (chosen.source for chosen in cuda_fp.common(representative(arch)))
+    yield from (chosen.source for chosen in cuda_fa1.common(representative(arch)))
     for flat in (False, True):
         yield clear_source(2, 4, flat)
     for itemsize in (4, 8):

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 from cuflash import arrays, jit, launch, tiles_fp
-from cuflash.backends import cuda, cuda_fp, packed
+from cuflash.backends import cuda, cuda_fa1, cuda_fp, packed
 from cuflash.device import DeviceInfo
 from cuflash.types import INDICES, ArrayView, Problem
 
@@ -35,7 +35,7 @@ TAIL = """
 extern "C" void emulated_entry(const void* params) {{ {name}(*static_cast<const {params}*>(params)); }}
 """
 
-Instance = cuda.Instance | cuda_fp.Instance
+Instance = cuda.Instance | cuda_fp.Instance | cuda_fa1.Instance
 
 
 class EmulationError(AssertionError):
@@ -216,9 +216,9 @@ class Emulator:
             a.write_back()
 
 
-def chosen(problem: Problem, info: DeviceInfo) -> Instance:
+def chosen(problem: Problem, info: DeviceInfo, kernel: str = "fa2") -> Instance:
     """The instance that the backend takes for these arrays on this GPU."""
-    instance = cuda.instance(problem, info)
+    instance = cuda.instance(problem, info, kernel)
     assert instance is not None
     return instance
 
