@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from . import arrays, backends, checks, device, launch, planner, warm
+from . import arrays, backends, checks, device, edges, launch, planner, warm
 from . import problem as problems
 from .types import HOST, Gradients, Plan, Problem
 
@@ -29,6 +29,7 @@ def attention(
     ----------
     q : ndarray, shape (B, Sq, Hq, D), (Sq, Hq, D) or (Sq, D)
         Queries; float16, bfloat16 (ml_dtypes), float32 or float64, any strides. With ``layout="BHSD"``: (B, Hq, Sq, D), ...
+        An array of NumPy or CuPy, or of another library (PyTorch, JAX, DLPack, ``__cuda_array_interface__``: docs/arrays.md).
     k : ndarray, shape (B, Sk, Hkv, D) or with as many axes as q; paged: (pages, page_size, Hkv, D)
         Keys, of q's dtype and library. Hq must be a whole multiple of Hkv (grouped-query attention).
     v : ndarray, shape (B, Sk, Hkv, Dv); paged: (pages, page_size, Hkv, Dv)
@@ -86,7 +87,8 @@ def attention(
     return_lse : bool, default False
         Also return the log-sum-exp of the logits, natural logarithm.
     stream : optional
-        For arrays on a GPU.
+        For arrays on a GPU: a stream of CuPy or PyTorch, a pointer, or anything with ``__cuda_stream__``. By default CuPy's current
+        one; for tensors of PyTorch that of PyTorch.
 
     Returns
     -------
@@ -119,6 +121,8 @@ def attention(
     >>> cuflash.attention(q, k, v, causal=True).shape
     (1, 8, 2, 16)
     """
+    if edges.of(q) is not None:
+        return edges.call(attention, locals())
     key = None
     if (
         bias is None and mask is None and alibi_slopes is None and sinks is None and score_mod is None and mask_mod is None
@@ -150,9 +154,13 @@ def attention(
 
 
 def takes_options(function: Callable) -> Callable:
-    """Let ``**options`` of a public function be the options of `attention`, in its signature and in its error message."""
+    """Let ``**options`` of a public function be the options of `attention`, in its signature and in its error message.
+
+    And let it take the arrays that `attention` takes.
+    """
     own = inspect.signature(function)
     names = [n for n, p in own.parameters.items() if p.kind is not p.VAR_KEYWORD]
+    place_of_q = names.index("q")
     excluded = {*names, "out", "lse", "return_lse"}
     options = {n: p for n, p in inspect.signature(attention).parameters.items() if p.kind is p.KEYWORD_ONLY and n not in excluded}
 
@@ -161,6 +169,10 @@ def takes_options(function: Callable) -> Callable:
         for name in kwargs:
             if name not in options and name not in names:
                 raise TypeError(f"{function.__name__}() has no option {name!r}; allowed are {', '.join([*names, *options])}")
+        q = args[place_of_q] if len(args) > place_of_q else kwargs.get("q")
+        if edges.of(q) is not None:
+            given = own.bind(*args, **kwargs).arguments
+            return edges.call(function, given | given.pop("options", {}))
         return function(*args, **kwargs)
 
     shown = [p for p in own.parameters.values() if p.kind is not p.VAR_KEYWORD]
@@ -504,21 +516,28 @@ def plan(q: Any, k: Any, v: Any, *, return_lse: bool = False, layout: str = "BSH
     problem = problems.build_attention(q, k, v, layout=layout, **options)
     ndim, stream = np.ndim(q), problem.stream
     chosen = planner.choose(problem)
-    problem = problem.replace(q=arrays.signature(problem.q), k=arrays.signature(problem.k), v=arrays.signature(problem.v))
+    q, k, v = (arrays.signature(a) for a in (problem.q, problem.k, problem.v))
+    problem = problem.replace(q=q, k=k, v=v, stream=None)
     indices = launch.index_addresses(problem)
     launches = None if problem.q.device == HOST else warm.Kept(64)
 
     def run(self: Plan, q: Any, k: Any, v: Any, out: Any, lse: Any, own_stream: Any) -> Any:
         if own_stream is None:
             own_stream = stream
+        if edges.of(q) is not None:
+            given = {"q": q, "k": k, "v": v, "out": out, "lse": lse, "stream": own_stream}
+            return edges.call(functools.partial(run_here, self), given, name="run")
+        return run_here(self, q, k, v, out, lse, own_stream)
+
+    def run_here(self: Plan, q: Any, k: Any, v: Any, out: Any, lse: Any, stream: Any = None) -> Any:
         if launches is not None:
             key = (arrays.keys(q, k, v), warm.results_key(out, lse, return_lse))
             found = launches.get(key)
             if found is not None and device.pretended() is None:
-                results = found.run(q, k, v, out, lse, own_stream, indices)
+                results = found.run(q, k, v, out, lse, stream, indices)
                 if results is not None:
                     return results
-        fresh = problems.with_arrays(problem, q, k, v, layout, ndim, own_stream)
+        fresh = problems.with_arrays(problem, q, k, v, layout, ndim, stream)
         with launch.place(fresh.q.device, fresh.stream):
             fresh, out, lse = problems.with_outputs(fresh, out, lse, return_lse, layout, ndim)
             prepared = None if launches is None else warm.prepare(launches, key, self, fresh, out, lse, return_lse)

@@ -56,7 +56,10 @@ def kind_of(array: Any, name: str) -> str:
         return "cupy"
     hint = ""
     if hasattr(array, "__dlpack__") or hasattr(array, "__cuda_array_interface__"):
-        hint = "; convert it without a copy by numpy.from_dlpack(x) (host memory) or cupy.from_dlpack(x) (GPU)"
+        hint = (
+            ", and arrays of one other library where q is one of its arrays; convert it without a copy by numpy.from_dlpack(x) "
+            "(host memory) or cupy.from_dlpack(x) (GPU)"
+        )
     elif isinstance(array, list | tuple):
         hint = "; convert it by numpy.asarray(x)"
     raise TypeError(f"{name}: got {type_name(array)}; allowed are NumPy and CuPy arrays{hint}")
@@ -287,7 +290,19 @@ def _host_array(x: Any, name: str, content: str) -> np.ndarray:
         raise TypeError(f"{name}: masked arrays are not supported; allowed are NumPy arrays and lists of {content}")
     if on_device(x):
         raise NotImplementedError(f"{name}: CuPy arrays are not supported here yet; pass a NumPy array or a list of {content}")
+    if not isinstance(x, np.ndarray) and _on_another_device(x):
+        raise TypeError(f"{name}: got {type_name(x)} on a device, which is not read back; allowed are NumPy arrays and lists of {content}")
     try:
         return np.asarray(x)
+    except (RuntimeError, TypeError) as error:  # of another library's array
+        allowed = f"allowed are NumPy arrays and lists of {content}"
+        raise TypeError(f"{name}: got {type_name(x)}, which NumPy cannot read ({error}); {allowed}") from None
     except ValueError as error:  # ragged nesting
         raise ValueError(f"{name}: not a rectangular array of {content} ({error})") from None
+
+
+def _on_another_device(x: Any) -> bool:
+    """Whether this is an array of another library that lies on a device."""
+    if hasattr(x, "__dlpack_device__"):
+        return int(x.__dlpack_device__()[0]) not in (1, 3)  # kDLCPU, kDLCUDAHost
+    return hasattr(x, "__cuda_array_interface__")

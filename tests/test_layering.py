@@ -15,9 +15,10 @@ ROOMS = (
     ("__main__",),
     ("cli",),
     ("support", "explanation", "distributed", "interop", "bench", "cache"),
-    ("api",),
+    ("api", "merge"),
     ("warm",),
     ("problem",),
+    ("edges",),
     ("options", "indices"),
     ("pages", "page_arrays"),
     ("checks",),
@@ -27,7 +28,7 @@ ROOMS = (
     ("jit", "launch"),
     ("tiles_fp", "tiles_fa1"),
     ("compiled", "tiles"),
-    ("reference", "merge", "alibi", "device", "host"),
+    ("reference", "alibi", "device", "host"),
     ("modifiers",),
     ("types",),
 )
@@ -35,7 +36,10 @@ RANK = {module: rank for rank, room in enumerate(ROOMS) for module in room}
 
 # Loaded at first use, never by importing a module of cuflash; the GPU and Numba kernels may, being loaded late themselves.
 HEAVY = {"cupy", "cupyx", "torch", "jax", "numba", "scipy", "mpi4py", "cuda", "triton", "onnx", "tqdm", "matplotlib"}
-LATE = ("backends/cpu", "backends/cuda", "backends/numba_cuda", "jit", "launch", "distributed/", "interop/", "bench/")
+LATE = (
+    "backends/cpu", "backends/cuda", "backends/numba_cuda", "jit", "launch", "edges/torch_edge", "edges/jax_edge", "distributed/",
+    "interop/", "bench/",
+)  # fmt: skip
 
 
 def sources() -> list[Path]:

@@ -1,0 +1,89 @@
+"""examples/smollm2_chat.py on CuPy arrays: the text of the CPU, with prompts through the CUDA kernels."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
+sys.path.insert(0, str(EXAMPLES))
+
+import smollm2_attention as attention  # noqa: E402
+from smollm2_model import Decoder, Float64Weights  # noqa: E402
+from smollm2_weights import Config  # noqa: E402
+
+from cuflash.backends import cuda  # noqa: E402
+
+pytestmark = pytest.mark.gpu
+
+QUESTION = "What is the capital of France?"
+VOCABULARY = 300
+
+
+def small_model() -> tuple[Config, dict[str, np.ndarray]]:
+    """Random weights in the shapes of the real model's, scaled so that activations keep their size."""
+    config = Config(layers=3, width=192, query_heads=3, kv_heads=1, head_size=64, context=512, rope_base=1e5, norm_eps=1e-5)
+    rng = np.random.default_rng(0)
+    shapes = {"token_embd": (VOCABULARY, 192)}
+    for layer in range(config.layers):
+        block = f"blk.{layer}."
+        shapes |= {block + "attn_q": (192, 192), block + "attn_k": (64, 192), block + "attn_v": (64, 192)}
+        shapes |= {block + "attn_output": (192, 192), block + "ffn_gate": (512, 192), block + "ffn_up": (512, 192)}
+        shapes |= {block + "ffn_down": (192, 512)}
+    weights = {f"{name}.weight": rng.standard_normal(shape, np.float32) / np.float32(shape[1] ** 0.5) for name, shape in shapes.items()}
+    norms = ("output_norm", *(f"blk.{layer}.{name}" for layer in range(config.layers) for name in ("attn_norm", "ffn_norm")))
+    return config, weights | {f"{name}.weight": np.ones(192, np.float32) for name in norms}
+
+
+@pytest.mark.parametrize("layout", ["BSHD", "BHSD"])
+def test_logits_on_cupy_arrays(layout, monkeypatch):
+    """A prompt, then a token at a time: within the error that the materialising form has on the CPU."""
+    import cupy
+
+    ran = []
+    run = cuda.run
+    monkeypatch.setattr(cuda, "run", lambda plan, problem: ran.append(problem.op) or run(plan, problem))
+    prepare = cuda.prepare
+    monkeypatch.setattr(cuda, "prepare", lambda plan, problem: ran.append(problem.op) or prepare(plan, problem))
+    config, weights = small_model()
+    tokens = np.random.default_rng(1).integers(0, VOCABULARY, 200).tolist()
+    prompt = 190
+
+    def logits(decoder, kind, xp, *options):
+        attend = kind(decoder.config, len(tokens), xp, *options)
+        rows = [decoder(tokens[:prompt], attend, every_position=True)]
+        return np.concatenate([x if isinstance(x, np.ndarray) else x.get() for x in (
+            *rows, *(decoder([token], attend) for token in tokens[prompt:])
+        )])  # fmt: skip
+
+    naive = logits(Decoder(config, weights), attention.MaterialisedAttention, np)
+    truth = logits(Decoder(config, Float64Weights(weights)), attention.Float64Attention, np)
+    there = {name: cupy.asarray(array) for name, array in weights.items()}
+    ours = logits(Decoder(config, there), attention.DenseAttention, cupy, layout)
+    allowed = 2 * np.abs(naive - truth).max() + 2 * np.finfo(np.float32).eps * np.abs(truth).max()
+    assert np.abs(ours - truth).max() <= allowed
+    assert np.array_equal(ours.argmax(axis=1), truth.argmax(axis=1))
+    assert "attention" in ran and "decode" in ran
+
+
+@pytest.mark.model
+def test_the_answer_is_that_of_the_cpu():
+    """The command, once on each device."""
+    import smollm2_download as download
+
+    try:
+        download.find_gguf()
+    except download.DownloadError as error:
+        pytest.skip(f"the model cannot be downloaded here: {str(error).splitlines()[0]}")
+    answers = {}
+    for device in ("cpu", "cuda"):
+        command = [sys.executable, str(EXAMPLES / "smollm2_chat.py"), "--device", device, "--max-tokens", "12", QUESTION]
+        done = subprocess.run(command, env=os.environ | {"PYTHONIOENCODING": "utf-8"}, capture_output=True, encoding="utf-8", timeout=300)
+        assert done.returncode == 0, done.stderr
+        answers[device] = done.stdout
+    assert answers["cuda"] == answers["cpu"] == "The capital of France is Paris.\n"
