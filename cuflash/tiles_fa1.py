@@ -44,7 +44,7 @@ TILES: dict[str, dict[int, Fa1Tile]] = {
     "sm_90": {
         64: Fa1Tile(32, 256, 4, 2),  # 69 KiB
         128: Fa1Tile(32, 128, 4, 2),  # 73 KiB
-        LARGEST_HEAD: Fa1Tile(16, 64, 4, 2),  # 72.5 KiB
+        LARGEST_HEAD: Fa1Tile(16, 128, 4, 1),  # 136.5 KiB
     },
     "sm_80": {
         64: Fa1Tile(32, 256, 4, 2),

@@ -174,6 +174,7 @@ def test_device_arrays_become_a_problem(fake_cupy, monkeypatch):
     with refused(NotImplementedError, "sinks:", "CuPy", "NumPy array or a list"):
         problem.build_attention(x, x, x, sinks=FakeArray(np.ones(3, np.float32), 1))
     monkeypatch.setattr(cuflash.planner, "unusable", lambda backend: "no GPU here")
+    monkeypatch.setattr("cuflash.backends.cuda.unusable", lambda: "no GPU here")
     with pytest.raises(cuflash.NoBackendError, match="numba-cuda/fa1: .*no GPU here"):
         cuflash.planner.choose(built)
 

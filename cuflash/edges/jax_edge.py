@@ -27,6 +27,7 @@ class JaxEdge(Edge):
             )
         if x.is_deleted():
             raise ValueError(f"{name}: the array has been deleted or donated")
+        self._check_dtype(x, name)
         devices = x.devices()
         if len(devices) != 1:
             raise ValueError(f"{name}: spread over {len(devices)} devices; it must be on one, pass its shards")
@@ -37,12 +38,17 @@ class JaxEdge(Edge):
             return int(x.__dlpack_device__()[1])
         raise TypeError(f"{name}: on {device}; allowed are arrays on the CPU and on CUDA devices")
 
+    @staticmethod
+    def _check_dtype(x: jax.Array, name: str) -> None:
+        """Random keys have dtypes of JAX's own."""
+        if not isinstance(x.dtype, np.dtype):
+            raise TypeError(f"{name}: dtype {x.dtype} is not supported; allowed are {', '.join(arrays.FLOATS)}")
+
     def view(self, x: jax.Array, name: str, device: int, writes: bool) -> Any:
         if writes:
             hint = "leave it away, results are new arrays" if name in ("out", "lse") else "caches that grow must be of another library"
             raise ValueError(f"{name}: arrays of JAX are immutable, and this one is written to; {hint}")
-        if not isinstance(x.dtype, np.dtype):
-            raise TypeError(f"{name}: dtype {x.dtype} is not supported; allowed are {', '.join(arrays.FLOATS)}")
+        self._check_dtype(x, name)
         if device == HOST:
             return np.asarray(x)  # its memory, read-only
         if x.dtype.itemsize == 1 and x.dtype.kind not in "biu":  # CuPy has no float8 arrays

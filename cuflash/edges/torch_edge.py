@@ -59,6 +59,8 @@ class TorchEdge(Edge):
         self._refuse_special(x, name)
         try:
             return self._on_host(x, dtype) if device == HOST else self._on_device(x, dtype, device, name)
+        except NotImplementedError:  # a RuntimeError as well
+            raise
         except RuntimeError as error:  # wrappers without memory of their own, as within torch.func.vmap
             raise TypeError(f"{name}: a {arrays.type_name(x)} without memory of its own ({str(error).splitlines()[0]})") from None
 
