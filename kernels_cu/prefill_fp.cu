@@ -46,8 +46,8 @@ struct PrefillFp {
     static constexpr int THREADS = 32 * WARPS_;
     static constexpr int WARP_ROWS = M / WARPS_;
     static constexpr int MT = WARP_ROWS / 16, NT = N / 8, OT = DV / 8;  // 16 x 8 tiles of a warp: rows, keys, value columns
-    static constexpr int QK_UNROLL = 1, SIMT_UNROLL = 2, COUNT = 4 / MT;
-    static constexpr bool ROUNDS = is_tf32<Kind>;  // numbers are rounded in shared memory, once for all warps
+    static constexpr bool ROUNDS = is_tf32<Kind>;  // queries are rounded in shared memory, once
+    static constexpr int QK_UNROLL = ROUNDS && DQK % 64 == 0 ? 2 : 1, SIMT_UNROLL = 2, COUNT = 4 / MT;
     static constexpr bool SPLITS = is_tf32x3<Kind>;
     using QTile = NumberTile<T, M, DQK>;
     using KTile = NumberTile<T, N, DQK>;
@@ -95,16 +95,10 @@ template <class C> struct FpBlock {
         copies_commit();
     }
 
-    template <class Loader> static __device__ __forceinline__ void round(int thread, u32 tile_smem) {
-        if constexpr (C::ROUNDS) Loader::for_own(thread, tile_smem, RoundChunk());
-    }
-
     // Wait for K (with 2 stages, also for V) of a tile, and load what takes the place of the tile before.
     __device__ __forceinline__ void begin(int thread, int tile) const {
         copies_wait<0>();
-        round<KLoader>(thread, K_smem(tile));
-        if (C::STAGES == 2) round<VLoader>(thread, V_smem(tile));
-        if (tile == last) round<typename C::QLoader>(thread, smem);
+        if (C::ROUNDS && tile == last) C::QLoader::for_own(thread, smem, RoundChunk());  // its own copies
         __syncthreads();
         if (C::STAGES == 1) load_v(thread, tile);
         else load_k(thread, tile - 1), load_v(thread, tile - 1);
@@ -114,7 +108,6 @@ template <class C> struct FpBlock {
     __device__ __forceinline__ void middle(int thread, int tile) const {
         if (C::STAGES == 2) return;
         copies_wait<0>();
-        round<VLoader>(thread, V_smem(tile));
         __syncthreads();
         load_k(thread, tile - 1);
     }

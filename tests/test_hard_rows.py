@@ -24,6 +24,7 @@ from hard import (
 )
 
 import cuflash
+from cuflash.problem import build_attention
 
 HEADS = ((1, 1), (6, 2))
 
@@ -370,9 +371,13 @@ def test_case_65_nan_in_a_value_that_half_of_the_rows_see(how: str, filler: floa
         "score_mod": {"score_mod": lambda s, b, h, i, j: np.where((j != at) | (i % 2 == 0), s, -np.inf)},
     }[how]
     clean = attend(target, q, k, v, **options)
+    want = compare.expect([build_attention(q, k, v.copy(), **options)])
     v[0, at] = filler
     out, lse = attend(target, q, k, v, **options)
-    assert_values(out[:, 1::2], clean[0][:, 1::2].astype(np.float64), "rows that do not see it")
+    if target.name == "cuda/fa2" and dtype in (F32, F64):  # which does such rows again, in another order
+        compare.assert_close(out[:, 1::2], want.out[0][:, 1::2], want.out_bound, "rows that do not see it")
+    else:
+        assert_values(out[:, 1::2], clean[0][:, 1::2].astype(np.float64), "rows that do not see it")
     assert_values(lse, clean[1].astype(np.float64), "lse")
     assert not np.isfinite(out[:, rows % 2 == 0].astype(np.float64)).any()
 

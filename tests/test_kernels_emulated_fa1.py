@@ -109,7 +109,7 @@ def test_results_and_accesses(emulator, name):
         compare.assert_same_bits(first, other)
 
 
-def test_what_is_left_to_fa2_is_declined_with_a_reason(monkeypatch):
+def test_what_is_left_to_fa2_is_declined_with_a_reason():
     a = np.zeros((1, 8, 2, 16), F16)
     options = {
         "softcap": 3.0, "alibi_slopes": [0.5, 0.1], "sinks": [0.0, 1.0], "bias": np.zeros((8, 8), F16), "mask": np.ones((8, 8), bool),

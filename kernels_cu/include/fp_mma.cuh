@@ -75,14 +75,16 @@ template <> struct Mma<Tf32> {
 #pragma unroll
         for (int i = 0; i < 8; ++i) to[i] = __float_as_uint(from[i]) + 0x1000u;
     }
-    // From shared memory, where the numbers are rounded already.
+    // Queries from shared memory, where they are rounded already.
     static __device__ __forceinline__ void prepare_rounded(A& to, const float (&from)[8]) {
 #pragma unroll
         for (int i = 0; i < 8; ++i) to[i] = __float_as_uint(from[i]);
     }
+    // Keys and values: the tensor core drops 13 bits, which makes a number smaller by 2^-11.5 of it on average; what is gained by
+    // as much before is cut without bias, at most 1.3 times as far off as rounded, and unlike an added bit keeps every NaN.
     static __device__ __forceinline__ void prepare_rounded(B& to, const float (&from)[4]) {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) to[i] = __float_as_uint(from[i]);
+        for (int i = 0; i < 4; ++i) to[i] = __float_as_uint(from[i] * 1.00034526698f);
     }
     template <int MT, int TILES, int COUNT>
     static __device__ __forceinline__ void multiply(float (&d)[MT][TILES][4], int first, const A (&a)[MT], const B (&b)[COUNT]) {

@@ -85,10 +85,6 @@ template <class C, class Tile, u32 BAD> struct FpKvLoader<C, Tile, BAD, true> {
         }
     }
 
-    template <class Change> static __device__ __forceinline__ void for_own(int thread, u32 tile_smem, Change change) {
-        Base::for_own(thread, tile_smem, change);
-    }
-
   private:
     // Which chunk of the tile is the thread's in a pass, and whether there is one.
     static __device__ __forceinline__ int place(int thread, int pass) { return pass * C::THREADS + thread; }
