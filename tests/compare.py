@@ -166,6 +166,7 @@ class Run(NamedTuple):
 
     order: Callable[[int], np.ndarray]  # an order of n things
     loop: bool  # over the keys one by one, not by BLAS
+    loop_features: bool = False  # likewise over the features, in the scores
 
 
 def naive_runs(elements: int) -> Iterator[Run]:
@@ -197,7 +198,9 @@ def _blocks(problem: Problem, run: Run) -> Iterator[tuple[reference.Block, np.nd
         yield block._replace(j=j[None, :], keys=j, key_index=where), run.order(problem.head_dim)
 
 
-def _naive_block(problem: Problem, block: reference.Block, features: np.ndarray, loop: bool) -> _Naive:
+def _naive_block(
+    problem: Problem, block: reference.Block, features: np.ndarray, loop: bool, loop_features: bool = False
+) -> _Naive:
     """Attention of one block, every step in the compute dtype."""
     c = problem.compute_dtype.type
     q = problem.q.array[block.query_index].astype(c)[:, features]
@@ -205,7 +208,7 @@ def _naive_block(problem: Problem, block: reference.Block, features: np.ndarray,
     v = problem.v.array[block.key_index].astype(c)
     scale = c(problem.scale) if np.ndim(problem.scale) == 0 else np.asarray(problem.scale).astype(c)[features]
     if problem.score == "dot":
-        scores = (q @ k.T) * scale
+        scores = (_loop(q, k.T) if loop_features else q @ k.T) * scale
     else:
         weights = np.broadcast_to(scale, q.shape[1:])
         scores = -sum(
@@ -238,7 +241,7 @@ def _naive_block(problem: Problem, block: reference.Block, features: np.ndarray,
 
 
 def _loop(p: np.ndarray, v: np.ndarray) -> np.ndarray:
-    """p (rows, keys) @ v (keys, Dv), key by key."""
+    """p (rows, keys) @ v (keys, Dv), key by key; or q (rows, D) @ k.T (D, keys), feature by feature."""
     result = np.zeros((len(p), v.shape[1]), p.dtype)
     for weights, values in zip(p.T, v, strict=True):
         result += weights[:, None] * values
@@ -251,7 +254,7 @@ def naive(problem: Problem, run: Run) -> tuple[np.ndarray, np.ndarray]:
     lse = np.full(problem.lse_shape, -np.inf, problem.compute_dtype)
     with np.errstate(all="ignore"):
         for block, features in _blocks(problem, run):
-            done = _naive_block(problem, block, features, run.loop)
+            done = _naive_block(problem, block, features, run.loop, run.loop_features)
             out[block.query_index] = done.out
             lse[block.lse_index] = done.lse
     return out, lse

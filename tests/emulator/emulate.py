@@ -191,10 +191,11 @@ class Emulator:
         on_device = isinstance(problem.cu_seqlens_q, ArrayView)
         if problem.varlen and not on_device:
             packed.clear_slack(problem)
-        blocks = cuda._grid(problem, instance)
-        if blocks == 0:
+        blocks, clear_blocks = cuda._grid(problem, instance), 0
+        if on_device and problem.heads_q:
+            clear_blocks = -(-problem.q.shape[0] // cuda.CLEAR_ROWS)
+        if blocks == clear_blocks == 0:
             return
-        library = self.prepare(instance, info).result()
         inputs = {name: Guarded(a, side) for name in ("q", "k", "v", "bias", "mask") if (a := getattr(problem, name)) is not None}
         results = {name: Guarded(a, side, writable=True) for name in ("out", "lse") if (a := getattr(problem, name)) is not None}
         small = {name: Guarded(arrays.view(value, name), side) for name, value in launch.small_arrays(problem).items()}
@@ -205,11 +206,13 @@ class Emulator:
         params = launch.pack_prefill(moved, instance.tile.m, section, instance.factor_left, pointers, instance.flat)
         memory = {**inputs, **results, **small}
         try:
-            if on_device:
+            if clear_blocks:
                 source = cuda.clear_source(problem.out_dtype.itemsize, problem.compute_dtype.itemsize, instance.flat)
                 clear = self.compile(jit.assemble(source), source.name, "PrefillParams", _code_path(instance, info))
-                self.execute(clear, params, -(-problem.q.shape[0] // cuda.CLEAR_ROWS), cuda.CLEAR_ROWS, 0, memory)
-            self.execute(library, params, blocks, instance.tile.threads, instance.shared_memory, memory)
+                self.execute(clear, params, clear_blocks, cuda.CLEAR_ROWS, 0, memory)
+            if blocks:
+                library = self.prepare(instance, info).result()
+                self.execute(library, params, blocks, instance.tile.threads, instance.shared_memory, memory)
         except EmulationError as error:
             raise EmulationError(f"{instance.name}, {error}") from None
         for a in results.values():

@@ -1,0 +1,328 @@
+"""Fuzz the forward kernels: thousands of random problems of at most 150 compiled instances against the oracle.
+
+    python3 tests/fuzz_forward.py [--problems N] [--seed N] [--target cuda] [--kinds N] [--jobs N] [--seconds N]
+    python3 tests/fuzz_forward.py --target cuda --run "Example(...)"
+
+The second form repeats a failing example, which the first prints. Everything follows from the seed; Hypothesis keeps failing
+examples in a folder as well and begins the next run with them. Targets are "cuda" (a GPU), "emulator" (the raw kernels on the host)
+and kernels of the host such as "cpu/fa2", which take the same problems.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import json
+import os
+import queue
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE), str(HERE.parent)]
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # many processes, small matrices
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import numpy as np  # noqa: E402
+from cases import Target  # noqa: E402
+from cuflash import NoBackendError, device, jit  # noqa: E402
+from cuflash.backends import cuda, naive_cuda  # noqa: E402
+from fuzz_check import build, check, emulated, examine  # noqa: E402
+from hypothesis import HealthCheck, Phase, given, reject, seed, settings  # noqa: E402
+from hypothesis.database import DirectoryBasedExampleDatabase  # noqa: E402
+
+from fuzz import LONGEST, Example, Kind, examples, kinds  # noqa: E402
+
+MOST_INSTANCES = 150
+SHRINK_SECONDS = 10.0
+EMULATED_LONGEST = 150
+
+
+# --- which kernels -----------------------------------------------------------------------------------------------------
+
+
+def sources(of: list[Kind], info: device.DeviceInfo) -> list[jit.Source]:
+    """Everything that problems of these kinds may have compiled."""
+    found: dict[str, jit.Source] = {}
+    for kind in of:
+        for source in _sources(kind, info):
+            found[source.name] = source
+    return list(found.values())
+
+
+def _sources(kind: Kind, info: device.DeviceInfo) -> list[jit.Source]:
+    window = {"": None, "right": (-1, 3), "left": (3, 3)}[kind.side]
+    flat = {"packed": ((1, 2), (1, 2), (0, 0)), "b": 2, "on_device": "int32"} if kind.flat else {}
+    pages = {"page_size": 2, "kv_lengths": (2,)} if kind.paged else {}
+    scale = None if kind.folded else 0.0
+    e = Example(
+        kind, d=kind.d - kind.d % kind.unit, dv=kind.dv - kind.dv % kind.unit, sq=2, sk=2, window=window, scale=scale,
+        softcap=2.0 if kind.softcap else None, **{"hidden": False, **flat, **pages},
+    )
+    problem = emulated(build(e))
+    chosen = cuda.instance(problem, info, kind.kernel)
+    assert chosen is not None
+    found = [chosen.source]
+    for flat_rows in (False, True) if kind.kernel == "fa2" and not kind.paged else ():  # device-side cu_seqlens
+        if not flat_rows or kind.flat:
+            found.append(cuda.clear_source(problem.out_dtype.itemsize, problem.compute_dtype.itemsize, flat_rows))
+    if kind.naive:
+        found.append(naive_cuda._instance(kind.dtype, bool(kind.bias), kind.bias or kind.dtype))
+        found.append(naive_cuda.repair_source(kind.dtype))
+    return found
+
+
+def some_kinds(number: int, count: int, info: device.DeviceInfo) -> list[Kind]:
+    """As many kinds as there may be instances, and no more than ``count``."""
+    taken: list[Kind] = []
+    names: set[str] = set()
+    for kind in kinds(number, count):
+        more = names | {source.name for source in _sources(kind, info)}
+        if len(more) <= MOST_INSTANCES:
+            taken.append(kind)
+            names = more
+    return taken
+
+
+# --- what a worker does ------------------------------------------------------------------------------------------------
+
+
+class Broken(Exception):
+    """The device can do no more in this process."""
+
+
+def tester(target: str, folder: Path) -> Callable[[Example], float]:
+    """A function that examines one example on the target."""
+    if target == "emulator":
+        from emulator.emulate import Emulator
+
+        made, gpu = Emulator(folder), device.KNOWN["H200"]
+
+        def emulate(e: Example) -> float:
+            built = build(e)
+            problem = emulated(built)
+            assert cuda.decline(problem, e.kernel) is None
+            made.run(problem, gpu, cuda.instance(problem, gpu, e.kernel), side="end" if e.seed % 2 else "start")
+            return check(built, built.call.out, built.call.lse)
+
+        return emulate
+    backend, _, kernel = target.partition("/")
+    return lambda e: examine(e, Target(backend, kernel or e.kernel))
+
+
+def search(
+    kind: Kind, count: int, number: int, test: Callable[[Example], float], target: str, folder: Path, until: float
+) -> dict[str, Any]:
+    """Examine so many problems of a kind; the smallest that fails is kept."""
+    tally: collections.Counter[str] = collections.Counter()
+    failed: dict[str, str] = {}
+    worst, first = [0.0, ""], [0.0]
+
+    def body(e: Example) -> None:
+        text = repr(e)
+        late = time.monotonic() > (first[0] + SHRINK_SECONDS if failed else until)
+        if late and text not in failed:
+            reject()
+        (folder / f"current-{os.getpid()}").write_text(text)
+        try:
+            error = test(e)
+        except NoBackendError as reason:
+            if e.kernel == "naive" and "cuBLAS needs" in str(reason):
+                tally["declined"] += 1
+                return
+            raise _noted(failed, first, text, reason) from None
+        except Exception as reason:
+            raise _noted(failed, first, text, reason) from None
+        tally["problems"] += 1
+        tally[f"{e.kernel} {kind.dtype}"] += 1
+        for name, there in (("packed", e.packed), ("paged", e.page_size), ("lengths", e.kv_lengths), ("device", e.on_device)):
+            tally[name] += bool(there)
+        if error > worst[0]:
+            worst[:] = error, text
+
+    naive = 0 if target == "emulator" else 12
+    longest = EMULATED_LONGEST if target == "emulator" else LONGEST
+    run = given(examples([kind], longest, naive))(body)
+    run = seed(number)(run)
+    run = settings(
+        max_examples=count, deadline=None, database=DirectoryBasedExampleDatabase(folder / "examples"), print_blob=False,
+        suppress_health_check=list(HealthCheck), phases=(Phase.reuse, Phase.generate, Phase.shrink), report_multiple_bugs=False,
+    )(run)
+    report: dict[str, Any] = {"tally": tally, "worst": worst, "loaded": [], "broken": False}
+    try:
+        run()
+    except Broken:
+        report["broken"] = True
+    except BaseException as error:  # noqa: BLE001  what it is stands in failed, but for faults of this file
+        if not failed:
+            failed["(no example)"] = "".join(traceback.format_exception(error))[-3000:]
+    if failed:
+        text = min(failed, key=len) if "(no example)" in failed else list(failed)[-1]
+        report["failure"] = {"example": text, "error": failed[text]}
+    report["loaded"] = sorted({place[0].name for place in jit._functions})
+    return report
+
+
+def _noted(failed: dict[str, str], first: list[float], text: str, reason: BaseException) -> BaseException:
+    """The error of an example, kept; the last one that Hypothesis tries is the smallest."""
+    if not failed:
+        first[0] = time.monotonic()
+    failed.pop(text, None)
+    failed[text] = f"{type(reason).__name__}: {reason}"
+    if "CUDA" in type(reason).__name__:  # an illegal address stays with the context
+        return Broken(str(reason))
+    return reason
+
+
+def work(arguments: argparse.Namespace) -> None:
+    """Examine the kinds whose numbers come by the line."""
+    folder = Path(arguments.folder)
+    if arguments.target.startswith("cuda"):
+        import cupy
+
+        cupy.zeros(1)
+    test = tester(arguments.target, folder)
+    for line in sys.stdin:
+        task = json.loads(line)
+        kind = Kind(**task["kind"])
+        report = search(kind, task["count"], task["seed"], test, arguments.target, folder, time.monotonic() + task["seconds"])
+        print(json.dumps(report), flush=True)
+        if report["broken"]:
+            return
+
+
+# --- handing out the work ----------------------------------------------------------------------------------------------
+
+
+class Workers:
+    """Processes that examine kinds, one after the other each."""
+
+    def __init__(self, arguments: argparse.Namespace, folder: Path, tasks: list[dict[str, Any]], until: float):
+        self.arguments, self.folder, self.until = arguments, folder, until
+        self.tasks: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+        for task in tasks:
+            self.tasks.put(task)
+        self.reports: list[dict[str, Any]] = []
+
+    def start(self) -> subprocess.Popen:
+        command = [sys.executable, __file__, "--work", "--folder", self.folder, "--target", self.arguments.target]
+        return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def serve(self, process: subprocess.Popen) -> None:
+        """Feed one process until nothing is left to do; a process that dies is replaced."""
+        while time.monotonic() < self.until:
+            try:
+                task = self.tasks.get_nowait()
+            except queue.Empty:
+                break
+            seconds = self.until - time.monotonic()
+            process.stdin.write(json.dumps({**task, "seconds": seconds}) + "\n")
+            process.stdin.flush()
+            stop = threading.Timer(seconds + SHRINK_SECONDS + 20, process.kill)
+            stop.start()
+            line = process.stdout.readline()
+            stop.cancel()
+            if line:
+                self.reports.append(json.loads(line))
+            else:
+                current = self.folder / f"current-{process.pid}"
+                text = current.read_text() if current.exists() else "(no example)"
+                failure = {"example": text, "error": f"the process ended with status {process.wait()}"}
+                self.reports.append({"tally": {}, "worst": [0, ""], "loaded": [], "failure": failure, "broken": True})
+            if self.reports[-1]["broken"]:
+                process = self.start()
+        process.stdin.close()
+        process.wait()
+
+    def run(self, jobs: int, between: Callable[[], None]) -> list[dict[str, Any]]:
+        """Start processes, do something while they start, and hand out the tasks."""
+        processes = [self.start() for _ in range(jobs)]
+        between()
+        threads = [threading.Thread(target=self.serve, args=(process,)) for process in processes]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return self.reports
+
+
+def fuzz(arguments: argparse.Namespace, folder: Path) -> int:
+    started = time.monotonic()
+    until = started + arguments.seconds
+    on_gpu = arguments.target.startswith("cuda")
+    info = device.probe(0) if on_gpu else device.KNOWN["H200"]
+    of = some_kinds(arguments.seed, arguments.kinds, info)
+    planned = sources(of, info)
+    count = -(-arguments.problems // len(of))
+    tasks = [{"kind": vars(kind), "count": count, "seed": arguments.seed * 1000 + n} for n, kind in enumerate(of)]
+
+    def compile_all() -> None:
+        if on_gpu:
+            before = time.monotonic()
+            made = [what for _, _, what, _ in jit.precompile([(source, info.arch) for source in planned], arguments.jobs)]
+            print(f"{made.count('compiled')} of {len(made)} instances compiled in {time.monotonic() - before:.1f} s", flush=True)
+
+    reports = Workers(arguments, folder, tasks, until).run(arguments.jobs, compile_all)
+    return summary(reports, planned, len(tasks), arguments, time.monotonic() - started)
+
+
+def summary(reports: list[dict[str, Any]], planned: list[jit.Source], tasks: int, arguments: argparse.Namespace, seconds: float) -> int:
+    """Print what was done and what failed; the exit status."""
+    tally: collections.Counter[str] = collections.Counter()
+    for report in reports:
+        tally.update(report["tally"])
+    loaded = {name for report in reports for name in report["loaded"]}
+    failures = [report["failure"] for report in reports if "failure" in report]
+    stray = sorted(loaded - {source.name for source in planned})
+    print(
+        f"seed {arguments.seed}, {arguments.target}: {tally['problems']} problems of {len(reports)} of {tasks} kinds in {seconds:.0f} s, "
+        f"{len(planned)} instances planned, {len(loaded)} loaded, {len(failures)} kinds with failures"
+    )
+    print("; ".join(f"{name} {n}" for name, n in sorted(tally.items()) if name != "problems"))
+    worst = max(reports, key=lambda r: r["worst"][0], default=None)
+    if worst is not None:
+        print(f"largest error of out: {worst['worst'][0]:.2f} eps of its largest element, {worst['worst'][1]}")
+    for failure in failures:
+        print(f'\n{failure["error"][:1500]}\npython3 tests/fuzz_forward.py --target {arguments.target} --run "{failure["example"]}"')
+    if stray:
+        print(f"instances that were not planned: {', '.join(stray)}")
+    short = tally["problems"] < 0.9 * arguments.problems - tally["declined"]
+    if short:
+        print(f"only {tally['problems']} of {arguments.problems} problems were done")
+    return int(bool(failures or short or len(loaded) > MOST_INSTANCES))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--problems", type=int, default=5000)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--target", default="cuda")
+    parser.add_argument("--kinds", type=int, default=130, help="of kernels, at most")
+    parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--seconds", type=float, default=100.0, help="after which no problem is begun")
+    parser.add_argument("--folder", help="of failing examples, kept from run to run")
+    parser.add_argument("--run", metavar="EXAMPLE", help="examine this example alone")
+    parser.add_argument("--work", action="store_true", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.work:
+        work(arguments)
+        return 0
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(arguments.folder or scratch)
+        folder.mkdir(parents=True, exist_ok=True)
+        if arguments.run:
+            error = tester(arguments.target, folder)(eval(arguments.run, {"Example": Example, "Kind": Kind, "np": np}))
+            print(f"right, error {error:.2f} eps of the largest element")
+            return 0
+        return fuzz(arguments, folder)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,132 @@
+"""A few of the problems that .ci/fuzz tries by the thousand: on the host's kernels, and on the raw kernels thread by thread."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import fuzz_check
+import numpy as np
+import pytest
+from cases import BF16, F32, TARGETS, Target
+from cuflash import device, launch
+from cuflash import problem as problems
+from cuflash.arrays import view
+from cuflash.backends import cuda
+from emulator import emulate
+from hypothesis import HealthCheck, given, settings
+
+import devices
+import fuzz
+from fuzz import Example, Kind
+
+HERE = Path(__file__).parent
+KINDS = fuzz.kinds(1, 60)
+H200 = device.KNOWN["H200"]
+few = settings(max_examples=60, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+
+if devices.SIMULATED:
+    pytest.skip("the problems are too large for Numba's simulator", allow_module_level=True)
+
+
+@pytest.mark.parametrize("target", [t for t in TARGETS if t.backend in ("cpu", "cuda") and t.kernel != "fa1"], ids=lambda t: t.name)
+def test_problems_of_all_kinds(target: Target) -> None:
+    wanted = [kind for kind in KINDS if target.backend == "cpu" or kind.kernel == "fa2" and (target.kernel != "naive" or kind.naive)]
+
+    @few
+    @given(fuzz.examples(wanted, longest=300, naive=100 if target.name == "cuda/naive" else 0))
+    def examine(e: Example) -> None:
+        if target.name == "cuda/naive" and {"reversed", "every_other", "columns_reversed", "rows_reversed"} & set(e.memory):
+            return  # which cuBLAS may not take
+        fuzz_check.examine(e, target)
+
+    examine()
+
+
+@pytest.mark.skipif(emulate.why_unusable() is not None, reason="kernels cannot be emulated here")
+def test_problems_on_the_emulator(tmp_path: Path) -> None:
+    made = emulate.Emulator(tmp_path)
+    kinds = [
+        Kind(dtype="bfloat16", out="float16", d=64, dv=96, side="left", bias="float32", softcap=True, load=4),
+        Kind(dtype="float16", d=32, dv=32, side="right", mask=True, alibi=True, paged=True),
+        Kind(dtype="float32", out="float32", d=32, dv=64, side="right", load=4, folded=False),
+    ]
+
+    @settings(few, max_examples=40)
+    @given(fuzz.examples(kinds, longest=100, naive=0))
+    def examine(e: Example) -> None:
+        built = fuzz_check.build(e)
+        made.run(fuzz_check.emulated(built), H200)
+        fuzz_check.check(built, built.call.out, built.call.lse)
+
+    try:
+        examine()
+    finally:
+        made.close()
+
+
+def test_examples_are_of_their_kind() -> None:
+    """The kernel that is compiled depends on the kind alone, so that no problem needs one that was not foreseen."""
+    names: dict[Kind, set[str]] = {}
+
+    @settings(few, max_examples=300)
+    @given(fuzz.examples(KINDS, longest=200, naive=0))
+    def collect(e: Example) -> None:
+        problem = fuzz_check.emulated(fuzz_check.build(e))
+        assert cuda.decline(problem, e.kernel) is None
+        if cuda._grid(problem, cuda.instance(problem, H200, e.kernel)) and problem.k.array.size:
+            width = launch.copy_bytes((problem.q, problem.k, problem.v))  # 2 stands for any strides
+            assert max(width, e.kind.itemsize) == e.kind.load
+            names.setdefault(e.kind, set()).add(cuda.instance(problem, H200, e.kernel).name)
+
+    collect()
+    assert len(names) > 30 and all(len(found) == 1 for found in names.values())
+
+
+@pytest.mark.parametrize("how", [*fuzz.ANY_STRIDES])
+def test_memory_holds_the_same_numbers(how: str) -> None:
+    a = np.arange(2 * 3 * 4 * 8.0).reshape(2, 3, 4, 8).astype(BF16)
+    laid = fuzz_check.lay(a, how, 2)
+    assert (laid == a).all() and laid.base is not a
+    if how in fuzz.ROWS:
+        assert launch.copy_bytes((view(laid, "q"),)) >= 4
+
+
+def test_a_fault_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a kernel would do that reads a key too many, leaves a row out or writes beside its results."""
+    memory = ("contiguous", "contiguous", "contiguous", "padded")
+    e = Example(Kind(dtype="float32", out="float32"), sq=70, sk=70, causal=True, hkv=2, memory=memory)
+    built = fuzz_check.build(e)
+    out, lse = fuzz_check.run(built, Target("cpu", "fa2"))
+    fuzz_check.check(built, out, lse)
+    for place, value in (((0, 5, 1, 3), 1e-5), ((0, 69, 0, 0), np.nan)):
+        wrong = out.copy()
+        wrong[place] += value
+        with pytest.raises(AssertionError, match="out"):
+            fuzz_check.check(built, wrong, lse)
+    wrong = lse.copy()
+    wrong[0, 0, 7] += 1e-4
+    with pytest.raises(AssertionError, match="lse"):
+        fuzz_check.check(built, out, wrong)
+    shifted = fuzz_check.build(Example(e.kind, sq=70, sk=70, causal=True, window=(-1, 0), kv_lengths=(69,)))
+    assert np.isnan(shifted.call.args[1][0, 69]).all(), "a key that does not exist must hold NaN"
+
+
+def test_what_no_row_sees_is_garbage() -> None:
+    e = Example(Kind(dtype="float32", out="float32", side="left", bias="float32"), sq=3, sk=70, window=(5, 0), b=2, seed=4)
+    built = fuzz_check.build(e)
+    q, k, v = built.call.args
+    assert q.dtype == F32 and not np.isfinite(k[:, :62]).any() and not np.isfinite(v[:, :62]).any()
+    assert np.isfinite(k[:, 62:]).all() and np.isfinite(built.problems[0].k.array).all()
+    assert np.isnan(built.call.options["bias"][..., :62]).all()
+    problems.build_attention(q, k, v, **built.call.options)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(devices.gpu_wanted(), reason="the GPU has .ci/fuzz")
+def test_the_command_runs_and_repeats_itself(tmp_path: Path) -> None:
+    command = [sys.executable, str(HERE / "fuzz_forward.py"), "--target", "cpu/fa2", "--problems", "30", "--kinds", "10", "--jobs", "1"]
+    texts = [subprocess.run(command, capture_output=True, text=True, timeout=200, check=True).stdout for _ in range(2)]
+    assert "0 kinds with failures" in texts[0]
+    assert texts[0].splitlines()[1:] == texts[1].splitlines()[1:], "the same seed gives the same problems"
