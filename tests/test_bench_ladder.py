@@ -117,8 +117,8 @@ def test_a_name_of_no_call_is_refused(capsys):
 
 
 def test_a_run_without_a_gpu_says_what_it_needs(monkeypatch, capsys):
-    monkeypatch.setattr(ladder.importlib.util, "find_spec", lambda name: None)
-    assert cli.main(["bench", "ladder"]) == 2 and "--counted" in capsys.readouterr().err
+    monkeypatch.setattr("cuflash.backends.cuda.unusable", lambda: "CUDA finds no GPU")
+    assert cli.main(["bench", "ladder"]) == 2 and "no GPU; --counted" in capsys.readouterr().err
 
 
 @pytest.mark.gpu

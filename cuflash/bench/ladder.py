@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import csv
-import importlib.util
 import io
 import shutil
 import subprocess
@@ -23,7 +22,6 @@ from typing import Any
 
 import numpy as np
 
-import cuflash
 
 from .. import device, launch, tiles, tiles_fa1
 from . import prefill, report
@@ -251,8 +249,8 @@ def run(arguments: argparse.Namespace) -> str:
     shapes = [shape for shape in SHAPES if arguments.only in shape.name]
     if not shapes:
         raise ValueError(f"--only: got {arguments.only!r}, which none of {', '.join(repr(shape.name) for shape in SHAPES)} contains")
-    if not arguments.counted and importlib.util.find_spec("cupy") is None:
-        raise cuflash.NoBackendError("bench ladder needs a GPU and CuPy: pip install 'cuflash[cuda13]'; --counted needs neither")
+    if not arguments.counted:
+        report.require_gpu("bench ladder", "; --counted needs neither")
     if arguments.one_call:
         return "\n".join(one_call(shape, arguments.one_call) for shape in shapes)
     info = device.KNOWN["H200"] if arguments.counted else device.probe(launch.device_getter()())

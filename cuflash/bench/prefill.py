@@ -345,8 +345,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> str:
     """Measure; returns the Markdown."""
-    if importlib.util.find_spec("cupy") is None:
-        raise cuflash.NoBackendError("bench prefill needs a GPU and CuPy: pip install 'cuflash[cuda13]'")
+    report.require_gpu("bench prefill")
     words = arguments.peers.split(",") if arguments.peers else [""]
     peers = {name: peer for name, peer in importable_peers().items() if any(word in name for word in words)}
     found: dict[str, Any] = {"environment": environment(), "results": {}}

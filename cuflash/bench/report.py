@@ -14,6 +14,15 @@ from typing import Any
 import cuflash
 
 
+def require_gpu(what: str, instead: str = "") -> None:
+    """Refuse a benchmark where CuPy or a GPU is missing."""
+    from ..backends import cuda
+
+    reason = cuda.unusable()
+    if reason is not None:
+        raise cuflash.NoBackendError(f"{what} needs a GPU and CuPy (pip install 'cuflash[cuda13]'): {reason}{instead}")
+
+
 def lower_bound(ratios: Sequence[float]) -> float:
     """Lower end of the one-sided 95 % confidence interval of the median, by order statistics."""
     n, rank, chance = len(ratios), 0, 0.0

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import os
 import subprocess
@@ -15,7 +14,6 @@ import tempfile
 
 import numpy as np
 
-import cuflash
 
 from . import report
 
@@ -59,8 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> str:
     """Measure; returns the Markdown."""
-    if importlib.util.find_spec("cupy") is None:
-        raise cuflash.NoBackendError("bench start needs a GPU and CuPy: pip install 'cuflash[cuda13]'")
+    report.require_gpu("bench start")
     found = measure(arguments.runs)
     rows = [
         [state, f"{t['import']:.3f}", f"{t['first']:.3f}", f"{LIMITS[state]}", f"{1e6 * t['call']:.0f}"] for state, t in found.items()

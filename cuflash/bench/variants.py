@@ -9,7 +9,6 @@ plain call's, and by the share of its work where it has less: its median and the
 from __future__ import annotations
 
 import argparse
-import importlib.util
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -121,8 +120,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> str:
     """Measure; returns the Markdown."""
-    if importlib.util.find_spec("cupy") is None:
-        raise cuflash.NoBackendError("bench variants needs a GPU and CuPy: pip install 'cuflash[cuda13]'")
+    report.require_gpu("bench variants")
     found: dict[str, Any] = {"environment": prefill.environment(), "results": {}}
     for pair in prefill.progress([p for p in pairs() if arguments.only in p.name]):
         found["results"][pair.name] = measure(pair)
