@@ -22,7 +22,6 @@ from typing import Any
 
 import numpy as np
 
-
 from .. import device, launch, tiles, tiles_fa1
 from . import prefill, report
 
