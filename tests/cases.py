@@ -63,7 +63,7 @@ ABSENT: dict[str, dict[str, str]] = {
     },
     "cuda/naive": {
         **{name: f"has no {name}" for name in ("page_table", "alibi_slopes", "sinks", "score_mod", "mask_mod")},
-        "sqdist": "has no score='sqdist'", "out": "rounds its weights", "strides": "cuBLAS needs",
+        "sqdist": "has no score='sqdist'", "out": "rounds its weights", "strides": "cuBLAS needs", "scale of 0": "has no scale of 0",
     },
 }
 
@@ -73,6 +73,8 @@ def absent(target: Target, dtype: np.dtype, options: Mapping[str, Any]) -> list[
     asked = {name for name, value in options.items() if value is not None and not (name == "num_splits" and value == 1)}
     asked |= {f"{dtype.name} {name}" for name in asked}
     asked |= {dtype.name, "strides"} | ({"sqdist"} if options.get("score") == "sqdist" else set())
+    if options.get("scale") == 0:
+        asked.add("scale of 0")
     out_dtype = np.dtype(options.get("out_dtype", dtype))
     if out_dtype != dtype:
         asked |= {f"out {out_dtype.name}"} | ({"out"} if target.kernel == "naive" else set())

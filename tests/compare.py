@@ -167,6 +167,7 @@ class Run(NamedTuple):
     order: Callable[[int], np.ndarray]  # an order of n things
     loop: bool  # over the keys one by one, not by BLAS
     loop_features: bool = False  # likewise over the features, in the scores
+    chop: bool = False  # and there each sum is rounded toward zero, as tensor cores do it
 
 
 def naive_runs(elements: int) -> Iterator[Run]:
@@ -199,7 +200,7 @@ def _blocks(problem: Problem, run: Run) -> Iterator[tuple[reference.Block, np.nd
 
 
 def _naive_block(
-    problem: Problem, block: reference.Block, features: np.ndarray, loop: bool, loop_features: bool = False
+    problem: Problem, block: reference.Block, features: np.ndarray, loop: bool, loop_features: bool = False, chop: bool = False,
 ) -> _Naive:
     """Attention of one block, every step in the compute dtype."""
     c = problem.compute_dtype.type
@@ -208,7 +209,7 @@ def _naive_block(
     v = problem.v.array[block.key_index].astype(c)
     scale = c(problem.scale) if np.ndim(problem.scale) == 0 else np.asarray(problem.scale).astype(c)[features]
     if problem.score == "dot":
-        scores = (_loop(q, k.T) if loop_features else q @ k.T) * scale
+        scores = (_chopped(q, k.T) if chop else _loop(q, k.T) if loop_features else q @ k.T) * scale
     else:
         weights = np.broadcast_to(scale, q.shape[1:])
         scores = -sum(
@@ -248,13 +249,23 @@ def _loop(p: np.ndarray, v: np.ndarray) -> np.ndarray:
     return result
 
 
+def _chopped(q: np.ndarray, k: np.ndarray) -> np.ndarray:
+    """q (rows, D) @ k (D, keys), feature by feature, each sum rounded toward zero; for what 16-bit arrays hold."""
+    total = np.zeros((len(q), k.shape[1]), np.float32)
+    for x, y in zip(q.T.astype(np.float64), k.astype(np.float64), strict=True):
+        exact = total + x[:, None] * y
+        total = exact.astype(np.float32)
+        total = np.where(np.abs(total) > np.abs(exact), np.nextafter(total, np.float32(0)), total)
+    return total
+
+
 def naive(problem: Problem, run: Run) -> tuple[np.ndarray, np.ndarray]:
     """Output, still in the compute dtype, and LSE of the naive computation."""
     out = np.zeros(problem.out_shape, problem.compute_dtype)
     lse = np.full(problem.lse_shape, -np.inf, problem.compute_dtype)
     with np.errstate(all="ignore"):
         for block, features in _blocks(problem, run):
-            done = _naive_block(problem, block, features, run.loop, run.loop_features)
+            done = _naive_block(problem, block, features, run.loop, run.loop_features, run.chop)
             out[block.query_index] = done.out
             lse[block.lse_index] = done.lse
     return out, lse

@@ -15,6 +15,7 @@ import collections
 import json
 import os
 import queue
+import re
 import subprocess
 import sys
 import tempfile
@@ -74,7 +75,8 @@ def _sources(kind: Kind, info: device.DeviceInfo) -> list[jit.Source]:
         if not flat_rows or kind.flat:
             found.append(cuda.clear_source(problem.out_dtype.itemsize, problem.compute_dtype.itemsize, flat_rows))
     if kind.naive:
-        found.append(naive_cuda._instance(kind.dtype, bool(kind.bias), kind.bias or kind.dtype))
+        options = bool(kind.bias) or kind.mask or kind.softcap
+        found.append(naive_cuda._instance(kind.dtype, options, kind.bias or kind.dtype))
         found.append(naive_cuda.repair_source(kind.dtype))
     return found
 
@@ -134,7 +136,7 @@ def search(
         try:
             error = test(e)
         except NoBackendError as reason:
-            if e.kernel == "naive" and "cuBLAS needs" in str(reason):
+            if e.kernel == "naive" and re.search("cuBLAS needs|no scale of 0", str(reason)):
                 tally["declined"] += 1
                 return
             raise _noted(failed, first, text, reason) from None

@@ -87,6 +87,8 @@ def _unsupported(problem: Problem) -> str | None:
     for name in ("cu_seqlens_q", "cu_seqlens_k", "kv_lengths", "kv_start"):
         if not isinstance(getattr(problem, name), np.ndarray | None):
             return f"{name} is on the device; the naive kernel needs it on the host"
+    if problem.compute_dtype.type(problem.scale) == 0:
+        return "the naive kernel has no scale of 0: cuBLAS does not read what it multiplies by 0, and a NaN in q or k would not show"
     if problem.out_dtype != problem.q.dtype:
         return f"the naive kernel rounds its weights to {problem.q.dtype}, and its results likewise, not to {problem.out_dtype}"
     if problem.heads_q * problem.seqlen_q >= 2**31:
