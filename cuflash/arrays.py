@@ -125,22 +125,6 @@ def keys(q: Any, k: Any, v: Any) -> tuple | None:
     )
 
 
-def have_keys(lie: tuple, q: Any, k: Any, v: Any) -> bool:
-    """Whether ``keys(q, k, v) == lie``, for a ``lie`` on a GPU; told without making tuples, for loops that ask it of every call."""
-    cupy = sys.modules["cupy"]
-    if not type(q) is type(k) is type(v) is cupy.ndarray:
-        return False
-    device, q_shape, q_strides, q_dtype, k_shape, k_strides, k_dtype, v_shape, v_strides, v_dtype, alignment = lie
-    a, b, c = q.data, k.data, v.data
-    return (
-        q.shape == q_shape and k.shape == k_shape and v.shape == v_shape
-        and q.strides == q_strides and k.strides == k_strides and v.strides == v_strides
-        and q.dtype == q_dtype and k.dtype == k_dtype and v.dtype == v_dtype
-        and (a.ptr | b.ptr | c.ptr) % ALIGNMENT == alignment
-        and a.device_id == b.device_id == c.device_id == device
-    )
-
-
 def transpose(a: ArrayView, axes: tuple[int, ...]) -> ArrayView:
     """The same memory with its axes in another order."""
     return _same_start(a, a.array.transpose(axes))

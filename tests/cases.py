@@ -73,7 +73,7 @@ def absent(target: Target, dtype: np.dtype, options: Mapping[str, Any]) -> list[
     asked = {name for name, value in options.items() if value is not None and not (name == "num_splits" and value == 1)}
     asked |= {f"{dtype.name} {name}" for name in asked}
     asked |= {dtype.name, "strides"} | ({"sqdist"} if options.get("score") == "sqdist" else set())
-    if options.get("scale") == 0:
+    if np.ndim(options.get("scale")) == 0 and options.get("scale") == 0:
         asked.add("scale of 0")
     out_dtype = np.dtype(options.get("out_dtype", dtype))
     if out_dtype != dtype:

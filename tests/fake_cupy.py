@@ -185,6 +185,7 @@ def pretended_gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
     monkeypatch.setattr(device, "actual", lambda ordinal: device.KNOWN["H200"])
     monkeypatch.setattr(jit, "why_unusable", lambda: None)
     monkeypatch.setattr(jit, "function", fake.function)
+    monkeypatch.setattr(launch, "by_value", lambda params: params)
     monkeypatch.setattr(cuda, "unusable", lambda: None)
     with fake.using(device=0, stream=0):
         yield fake
