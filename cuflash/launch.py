@@ -224,6 +224,31 @@ def logit_unit(problem: Problem) -> float:
     return LOG2E if problem.bias is None else 1.0
 
 
+def out_of_range(problem: Problem) -> str | None:
+    """Which option the kernels' parameters do not hold, in words, or None.
+
+    They have logits in log2 units, in which the largest natural ones overflow, and a softcap as its ratio to the scale, which is infinite
+    or loses digits where the two are too far apart: infinity times a score of 0 would be NaN.
+    """
+    numbers, scale = np.finfo(problem.compute_dtype), float(problem.scale)  # type: ignore[arg-type]
+    most = float(numbers.max) / logit_unit(problem)
+    bounds = [("softcap", problem.softcap, most) if problem.softcap else ("scale", scale, most)]
+    if problem.alibi_slopes is not None:
+        distance = problem.seqlen_q + problem.seqlen_k  # or less
+        bounds.append(("alibi_slopes, the largest penalty", distance * float(np.abs(problem.alibi_slopes).max(initial=0.0)), most))
+    if problem.sinks is not None and problem.q.dtype.itemsize == 2:  # the others have float64 for them
+        finite = problem.sinks[np.isfinite(problem.sinks)]
+        bounds.append(("sinks, the largest", float(np.abs(finite).max(initial=0.0)), float(numbers.max) / 4))  # FAR of score.cuh
+    for name, value, limit in bounds:
+        if not abs(value) <= limit:
+            return f"{name}: {value:.4g} is beyond {limit:.4g}, above which the kernel's {problem.compute_dtype} overflows"
+    least = 8 * float(numbers.tiny)
+    if problem.softcap and scale and not least <= abs(scale) / problem.softcap <= 1 / least:
+        ratio = f"{scale:.4g} / {problem.softcap:.4g}"
+        return f"scale / softcap: {ratio} is not within {least:.4g} and {1 / least:.4g}, as the kernel's {problem.compute_dtype} needs"
+    return None
+
+
 def capped_series(scale: float, softcap: float, limit: float, series: tuple[float, ...]) -> tuple[float, tuple[float, ...]]:
     """A series of tanh(x) / x for |x| <= limit turned into one of logits: (limit, coefficients) of scores, in log2 units.
 
@@ -323,6 +348,7 @@ def pack_prefill(
     for name, (limit, series) in (("near", TANH_NEAR), ("softcap", TANH_SERIES)):
         values[f"{name}_limit"], values[f"{name}_series"] = capped_series(scale, problem.softcap, limit, series)
     values["softcap_limit"] = max(values["near_limit"], values["softcap_limit"])  # float32 holds the shorter series rather
-    for name, value in values.items():
-        r[name] = value
+    with np.errstate(over="ignore"):  # numbers of float64 problems, which have them in full as well
+        for name, value in values.items():
+            r[name] = value
     return p

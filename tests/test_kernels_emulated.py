@@ -221,6 +221,13 @@ def lowest_bias(dtype: np.dtype, bias_dtype: np.dtype) -> tuple[tuple[np.ndarray
     return (normal(64, dtype, rows=5)), {"bias": values}
 
 
+def no_query(dtype: np.dtype) -> tuple[np.ndarray, ...]:
+    """Ordinary rows but one, whose scores are exactly 0."""
+    q, k, v = normal(64, dtype, rows=5)
+    q[:, 2] = 0
+    return q, k, v
+
+
 def large_logits() -> tuple[np.ndarray, ...]:
     """Logits of which float32 keeps too few digits for a fused product."""
     x = np.full((1, 1, 1, 64), 133120.0).astype(BF16)
@@ -235,6 +242,8 @@ def hard_runs() -> Iterator[Run]:
         yield of_arrays("nan-query", gpu, lambda: with_value(0, 7, np.nan), causal=True)
         yield of_arrays("nan-key", gpu, lambda: with_value(1, 100, np.nan), causal=True)
         yield of_arrays("infinite-key", gpu, lambda: with_value(1, 60, np.inf), causal=True)
+        for softcap in (2e-38, 1e36):
+            yield of_arrays(f"softcap-{softcap}", gpu, lambda t=dtype: no_query(t), softcap=softcap, scale=0.125)
         for value in (np.nan, np.inf, -np.inf):
             yield of_arrays(f"key-{value}-softcap", gpu, lambda x=value: with_value(1, 60, x), softcap=30.0, window=(90, 5))
         yield of_arrays("nan-query-no-keys", gpu, lambda: with_value(0, 7, np.nan, keys=40), causal=True)

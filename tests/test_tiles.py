@@ -9,9 +9,9 @@ import math
 import ml_dtypes
 import numpy as np
 import pytest
-from cuflash import device, launch, tiles, tiles_fp
+from cuflash import device, launch, planner, tiles, tiles_fp
 from cuflash import problem as problems
-from cuflash.backends import cuda
+from cuflash.backends import cuda, numba_cuda
 from cuflash.types import UNBOUNDED
 
 F16, BF16 = np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)
@@ -222,9 +222,55 @@ def test_decline_says_why(monkeypatch):
     assert "256" in reason("H200", shape=(1, 8, 1, 257))
     assert reason("H200", bias=np.zeros((256, 256), F16), mask=np.ones((256, 256), bool)) is None
     assert "score_mod" in reason("H200", score_mod="s")
+    f32, f64 = np.dtype(np.float32), np.dtype(np.float64)
+    assert "with float64 results" in reason("H200", dtype=f32, out_dtype=f64)
+    assert reason("H200", dtype=f64, out_dtype=f32) is None
     monkeypatch.setattr(cuda, "unusable", lambda: "no GPU")
     p = problem()
     assert cuda.decline(p.replace(q=dataclasses.replace(p.q, device=0)), "fa2") is None  # the kernel could; the planner asks for a GPU
+
+
+@pytest.mark.parametrize(
+    "dtype, options, word",
+    [
+        (F16, {"softcap": 3e38}, "softcap: 3e+38"),
+        (F16, {"softcap": 2.4e38, "scale": 3e38}, "softcap: 2.4e+38"),
+        (F16, {"softcap": 1e38}, "scale / softcap"),  # a denormal ratio
+        (F16, {"softcap": 2e-38, "scale": -7e5}, "scale / softcap"),
+        (F16, {"softcap": 2e-38, "scale": 1e6}, "scale / softcap"),
+        (F16, {"scale": -2.4e38}, "scale: -2.4e+38"),
+        (F16, {"alibi_slopes": [0, 1, -1e36, 2]}, "alibi_slopes"),
+        (F16, {"sinks": [0, -np.inf, -3.4e38, 1]}, "sinks"),
+        (np.float32, {"softcap": 2.4e38, "scale": 3e38}, "softcap: 2.4e+38"),
+        (np.float64, {"softcap": 1.3e308, "scale": 1.0}, "softcap: 1.3e+308"),
+        (np.float64, {"softcap": 1e308}, "scale / softcap"),
+        (np.float64, {"softcap": 3e-308, "scale": 8.0}, "scale / softcap"),
+        (np.float64, {"scale": 1.3e308}, "scale: 1.3e+308"),
+    ],
+)
+def test_what_overflows_in_the_kernels_units_is_declined(dtype, options, word):
+    """float16 and float32 have statistics of float32 alike."""
+    reason = cuda.decline(problem(dtype=np.dtype(dtype), **options), "fa2")
+    assert reason is not None and reason.startswith(word)
+    assert planner.decline(numba_cuda, problem(dtype=np.dtype(dtype), **options), "fa1") is None
+
+
+@pytest.mark.parametrize(
+    "dtype, options",
+    [
+        (F16, {"softcap": 1e36}), (F16, {"softcap": 1e37, "scale": 0.0}), (F16, {"softcap": 2e-38, "scale": 0.125}),
+        (F16, {"scale": 2.3e38}), (F16, {"scale": 1e-44}), (F16, {"sinks": [8e37, -8e37, -np.inf, 0]}),
+        (F16, {"alibi_slopes": [0, 1, -1e35, 2]}), (np.float32, {"sinks": [3e38, -3e38, -np.inf, 0]}),
+        (np.float64, {"softcap": 1e305}), (np.float64, {"scale": 1e308}),
+    ],
+)
+def test_what_is_just_within_the_kernels_units_is_not_declined(dtype, options):
+    p = problem(dtype=np.dtype(dtype), **options)
+    assert cuda.decline(p, "fa2") is None
+    pack = launch.pack_prefill(p, 128, 1, True, {})[0]
+    number = "64" if dtype == np.float64 else ""
+    assert all(np.isfinite(pack[f"{name}{number}"]) for name in ("scale", "softcap", "logit_scale"))
+    assert all(np.isfinite(a).all() or name == "sinks" for name, a in launch.small_arrays(p).items())
 
 
 # ---- index maps of shared memory: the formulas of layout.cuh --------------------------------------------------------------

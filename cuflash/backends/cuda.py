@@ -134,6 +134,8 @@ def decline(problem: Problem, kernel: str) -> str | None:
         return reason
     if dtype not in cuda_fp.SHORT_TYPES or (dtype in TYPES and out not in TYPES):
         return f"{dtype} arrays with {out} results; it weighs values in 16 bits, so that it offers float16 and bfloat16 results only"
+    if dtype == "float32" and out == "float64":
+        return "float32 arrays with float64 results, which would show that its products keep 22 to 23 bits of 24"
     absent = {
         "score_mod": problem.score_mod is not None, "mask_mod": problem.mask_mod is not None, "score='sqdist'": problem.score == "sqdist",
         "num_splits": (problem.num_splits or 1) > 1,
@@ -141,6 +143,8 @@ def decline(problem: Problem, kernel: str) -> str | None:
     for name, asked in absent.items():
         if asked:
             return f"{name} is not part of this version of its kernels"
+    if (reason := launch.out_of_range(problem)) is not None:
+        return reason
     sizes = (problem.head_dim, problem.head_dim_v)
     if not all(1 <= size <= tiles.LARGEST_HEAD for size in sizes):
         return f"head sizes {sizes[0]} and {sizes[1]}; it takes 1 to {tiles.LARGEST_HEAD}"
