@@ -77,9 +77,9 @@ def build_parser() -> argparse.ArgumentParser:
     explain.add_argument("--causal", action="store_true", help="no query sees a later key")
     explain.set_defaults(command=explain_command)
 
-    precompile = commands.add_parser("precompile", help="compile the CUDA kernels into the cache; needs no GPU")
+    precompile = commands.add_parser("precompile", help="compile the CUDA kernels into the cache; needs NVRTC, no GPU")
     precompile.add_argument(
-        "--arch", type=archs, metavar="A,B", help="architectures such as sm_90a,sm_80 (default: those of this machine's GPUs)"
+        "--arch", type=archs, metavar="A,B", help="architectures such as sm_90a,sm_80 (default: of this machine's GPUs)"
     )
     precompile.add_argument("--jobs", type=positive, default=None, metavar="N", help="compile N at a time (default: all cores)")
     precompile.set_defaults(command=precompile_command)
@@ -236,6 +236,10 @@ def precompile_command(arguments: argparse.Namespace) -> str:
     if isinstance(backend, str):
         raise cuflash.NoBackendError(f"there are no CUDA kernels to compile: {backend}")
     names = dict.fromkeys(arguments.arch or local_archs())
+    known = jit.supported()
+    for name in names:
+        if name not in known and name.rstrip("af") not in known:
+            raise ValueError(f"--arch: got {name!r}; allowed are {', '.join(known)} (NVRTC {jit.nvrtc_version()})")
     instances = [(source, arch) for arch in names for source in backend.instances(arch)]
     counts = {"compiled": 0, "cached": 0, "not kept": 0}
     for source, arch, what, seconds in jit.precompile(instances, arguments.jobs or thread_count()):

@@ -28,6 +28,7 @@ from .device import actual, pretended
 
 logger = logging.getLogger("cuflash")
 
+OLDEST = 75  # architecture that the kernels are for
 FORMAT = 1  # of key and file; raise it to leave every older file behind
 _INCLUDE = re.compile(r'[ \t]*#[ \t]*include[ \t]*"([^"]+)"')
 _SYSTEM_INCLUDE = re.compile(r"^[ \t]*#[ \t]*include[ \t]*<([^>]+)>", re.MULTILINE)
@@ -125,6 +126,17 @@ def exact(arch: str) -> str:
     if not re.fullmatch(r"sm_\d+[af]?", arch):
         raise ValueError(f"arch: got {arch!r}; it must look like 'sm_80' or 'sm_90a'")
     return "sm_90a" if arch == "sm_90" else arch
+
+
+def supported() -> tuple[str, ...]:
+    """Architectures that this NVRTC compiles the kernels for.
+
+    Raises
+    ------
+    JitError
+        If NVRTC is missing.
+    """
+    return tuple(exact(f"sm_{number}") for number in _nvrtc().getSupportedArchs() if number >= OLDEST)
 
 
 # ---- NVRTC ------------------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from toy import files, in_threads, nvrtc, root, slow_compiles, toy, write  # noqa: F401  fixtures among them
 
-from cuflash import backends, cli, device, jit
+from cuflash import backends, cli, compiled, device, jit
 from cuflash.device import KNOWN
 
 # ---- cache ------------------------------------------------------------------------------------------------------------
@@ -118,6 +118,14 @@ def test_precompile_fills_the_cache(nvrtc, monkeypatch, capsys):
     assert [line.split()[0] for line in lines[:-1]] == [f"[{i}/6]" for i in range(1, 7)]
     assert cli.main(["precompile", "--arch", "sm_90a,sm_80"]) == 0
     assert capsys.readouterr().out.splitlines()[-1].startswith("0 compiled, 6 there before")
+
+
+@pytest.mark.parametrize("arch", ["sm_10", "sm_70", "sm_91", "sm_999", "sm_80,sm_9"])
+def test_precompile_names_the_architectures_that_there_are(nvrtc, capsys, arch):
+    assert cli.main(["precompile", "--arch", arch]) == 2
+    error = capsys.readouterr().err
+    assert f"--arch: got {arch.split(',')[-1]!r}; allowed are sm_75, sm_80, " in error and "sm_90a" in error and "sm_70," not in error
+    assert not compiled.directory().exists()
 
 
 def test_precompile_fails_where_nothing_can_be_kept_or_compiled(nvrtc, tmp_path, monkeypatch, capsys):
