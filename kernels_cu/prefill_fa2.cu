@@ -120,7 +120,7 @@ template <class C> __device__ __forceinline__ void finish(const PrefillParams& p
         for (int first = 0; first < 2 * C::MT; first += 4) {  // the four lanes of a row have its numbers alike: each takes another row
             const int row = warp_row + 8 * (first + lane % 4) + lane / 4;
             if (first + lane % 4 < 2 * C::MT && row < rows)
-                p.lse[offset + (seq.q_begin + first_row + row) * p.lse_stride.row] = warp.lse(first, lane % 4, row, work, seq);
+                p.lse[offset + (seq.q_begin + first_row + row) * p.lse_stride.row] = warp.lse(first, lane % 4);
         }
     }
 }

@@ -221,6 +221,23 @@ def lowest_bias(dtype: np.dtype, bias_dtype: np.dtype) -> tuple[tuple[np.ndarray
     return (normal(64, dtype, rows=5)), {"bias": values}
 
 
+def far_bias(dtype: np.dtype, bias_dtype: np.dtype, d: int = 64) -> tuple[tuple[np.ndarray, ...], dict[str, np.ndarray]]:
+    """Rows whose largest biases would be infinite in log2 units: alone, in several tiles, beside others near to them and far, below 0."""
+    most = float(compare.ml_dtypes.finfo(bias_dtype).max)
+    values = np.random.default_rng(0).standard_normal((9, 150)).astype(bias_dtype)
+    values[0, [3, 70, 140]] = most
+    values[1, [3, 70, 140]] = 0.9 * most, most, 0.95 * most
+    values[2] = most
+    values[3, ::2], values[3, 1::2] = most, 0.7 * most
+    values[4, [3, 140]] = most, -most
+    values[5] = -most
+    values[5, [3, 70, 140]] = -0.9 * most, -0.8 * most, -0.85 * most
+    values[6, :75], values[6, 75:], values[6, 9] = 0.2 * most, 0.3 * most, 0.3 * most
+    values[7, ::3], values[7, 1::3], values[7, 2::3] = -0.2 * most, -0.3 * most, -np.inf
+    values[8, 40] = 0.26 * most
+    return normal(d, dtype, rows=9), {"bias": values}
+
+
 def no_query(dtype: np.dtype) -> tuple[np.ndarray, ...]:
     """Ordinary rows but one, whose scores are exactly 0."""
     q, k, v = normal(64, dtype, rows=5)
@@ -254,6 +271,13 @@ def hard_runs() -> Iterator[Run]:
         for bias_dtype in (dtype, F32):
             arrays, options = lowest_bias(dtype, bias_dtype)
             yield of_arrays(f"lowest-bias-{bias_dtype.name}", gpu, lambda a=arrays: a, **options)
+            if bias_dtype != F16:
+                arrays, options = far_bias(dtype, bias_dtype)
+                yield of_arrays(f"far-bias-{bias_dtype.name}", gpu, lambda a=arrays: a, **options)
+                arrays_256, _ = far_bias(dtype, bias_dtype, 256)
+                yield of_arrays(f"far-bias-{bias_dtype.name}-256", gpu, lambda a=arrays_256: a, alibi_slopes=[0.5], **options)
+                for sink in (8e37, -8e37):
+                    yield of_arrays(f"far-bias-{bias_dtype.name}-sink-{sink}", gpu, lambda a=arrays: a, sinks=[sink], **options)
     yield of_arrays("large-logits", H200, large_logits)
 
 

@@ -14,7 +14,9 @@ from cuflash.backends import cuda
 from cuflash.tiles import HEAD_CLASSES
 from cuflash.types import Problem
 from emulator import emulate
-from test_kernels_emulated import FA2, FURTHER, Run, check_bad_pages, hidden_keys, lowest_bias, no_query, normal, of_arrays, of_case
+from test_kernels_emulated import (
+    FA2, FURTHER, Run, check_bad_pages, far_bias, hidden_keys, lowest_bias, no_query, normal, of_arrays, of_case,
+)
 
 A100, H200, T4, RTX = (device.KNOWN[name] for name in ("A100", "H200", "T4", "RTX 4090"))
 # Every kind of arithmetic: three products of TF32, float64 tensor cores of two generations, multiply-adds.
@@ -97,6 +99,9 @@ def hard_runs() -> Iterator[Run]:
         for bias_dtype in (F32, *([F64] if dtype == F64 else [])):
             arrays, options = lowest_bias(dtype, bias_dtype)
             yield of_arrays(f"{dtype}-lowest-bias-{bias_dtype}", gpu, lambda a=arrays: a, **options)
+            arrays, options = far_bias(dtype, bias_dtype)
+            for more in ({}, {"sinks": [0.8 * float(np.finfo(dtype).max)]}):
+                yield of_arrays(f"{dtype}-far-bias-{bias_dtype}{'-sink' * len(more)}", gpu, lambda a=arrays: a, **options, **more)
         for softcap in (2e-38, 1e36) if dtype == F32 else (4e-308, 1e305):
             yield of_arrays(f"{dtype}-softcap-{softcap}", gpu, lambda t=dtype: no_query(t), softcap=softcap, scale=0.125)
         yield of_arrays(f"{dtype}-softcap-window-sinks", gpu, lambda t=dtype: normal(40, t), softcap=3.0, window=(50, 5), sinks=[1.0])

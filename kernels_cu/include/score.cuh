@@ -15,9 +15,6 @@ constexpr int SCORE_BIAS32 = 16;  // + bias, in float32; -inf hides
 
 __device__ constexpr int bias_bytes(int score) { return (score & SCORE_BIAS32) != 0 ? 4 : (score & SCORE_BIAS) != 0 ? 2 : 0; }
 
-// Natural logits below LOWEST_NATURAL would overflow in log2 units; a row that has seen no others has a reference below LOWEST_SCORE.
-constexpr float LOWEST_NATURAL = -2.3586e38f, LOWEST_SCORE = -3.402e38f;
-
 // ---- all of it ----------------------------------------------------------------------------------------------------------
 
 template <int SCORE> struct ScoreTransform {
@@ -69,18 +66,37 @@ __device__ __forceinline__ void apply_score(
     }
 }
 
-// Where the natural logits of all keys that a row has seen are too low for log2 units: raise those of the tile to the lowest that is not.
-template <int MT, int NT, int ROWS> __device__ __forceinline__ void raise_lowest(float (&s)[MT][NT][4], const float (&reference)[ROWS]) {
-    bool low = false;
+// Natural logits beyond it by size are brought to half of what they are beyond: their order stays, two of them that differ go on differing
+// by more than any weight can show, and none overflows in log2 units. Without this the largest finite biases would come out as infinite
+// ones, and a row of the lowest, which many use to hide keys, as one that sees nothing.
+constexpr float FAR = 8.507059e37f, LARGEST = 3.402823466e38f;  // 2^126; of all finite numbers
+
+__device__ __forceinline__ float nearer(float x) {
+    const float half = 0.5f * x;
+    return half + fminf(fmaxf(half, -0.5f * FAR), 0.5f * FAR);  // x itself up to FAR; infinite and NaN stay so
+}
+
+// The natural logit of a reference in log2 units, back from where nearer() has put it. In float64, as the distance doubles again with
+// its rounding error.
+__device__ __forceinline__ float farther(float reference) {
+    const double x = reference * (1.0 / double(LOG2E)), far = x - fmin(fmax(x, -double(FAR)), double(FAR));
+    return float(fmin(fmax(x + far, -double(LARGEST)), double(LARGEST)));
+}
+
+// nearer() of a warp's logits and of their rows' tops, if it matters for one of its rows: of logits lower than others before it does not.
+template <int MT, int NT, int ROWS>
+__device__ __forceinline__ void bring_nearer(float (&s)[MT][NT][4], float (&top)[ROWS], const float (&reference)[ROWS]) {
+    bool far = false;
 #pragma unroll
-    for (int row = 0; row < ROWS; ++row) low = low || reference[row] < LOWEST_SCORE;
-    if (__any_sync(0xffffffffu, low)) {
+    for (int r = 0; r < ROWS; ++r) far = far || fabsf(fmaxf(top[r], reference[r])) > FAR;
+    if (__any_sync(0xffffffffu, far)) {
 #pragma unroll
         for (int mt = 0; mt < MT; ++mt)
 #pragma unroll
             for (int nt = 0; nt < NT; ++nt)
 #pragma unroll
-                for (int c = 0; c < 4; ++c)
-                    if (s[mt][nt][c] < LOWEST_NATURAL && s[mt][nt][c] != -infinity()) s[mt][nt][c] = LOWEST_NATURAL;
+                for (int c = 0; c < 4; ++c) s[mt][nt][c] = nearer(s[mt][nt][c]);
+#pragma unroll
+        for (int r = 0; r < ROWS; ++r) top[r] = nearer(top[r]);
     }
 }

@@ -87,16 +87,6 @@ template <class C> struct Block {
         else return __int_as_float(bias.element(row, key, 0));
     }
 
-    // The largest bias that a row of the block sees.
-    __device__ __forceinline__ float top_bias(int of_row) const {
-        float top = -infinity();
-#pragma unroll 1
-        for (int key = visible.begin; key < visible.end; ++key)
-            if (visible.all(position + of_row, position + of_row, key, key + 1) && shows(row + of_row, key))
-                top = fmaxf(top, bias_value(row + of_row, key));
-        return top;
-    }
-
     // Wait for all copies; V of the tile may be among them. A careful block then puts 0 in the place of its numbers that are not
     // finite, if some row does not see them: 0 * v would be NaN there.
     __device__ __forceinline__ void arrive(int thread, int tile, bool with_v) const {
@@ -227,7 +217,7 @@ template <class C> struct WarpAttention {
                         for (int c = 0; c < 4; ++c) S_rmem[mt][nt][c] = -infinity();
             }
             float top[2 * C::MT];
-            state.tops(top, S_rmem);
+            tops_of_scores(top);
             if (thread % 4 == 0)
 #pragma unroll
                 for (int r = 0; r < 2 * C::MT; ++r) store_smem(tops(block.smem, group(thread), thread) + 32 * r, __float_as_uint(top[r]));
@@ -250,7 +240,12 @@ template <class C> struct WarpAttention {
         if constexpr (C::MASK_BYTES != 0) apply_mask(S_rmem, mask_tile);
         if (!block.visible.all(position, position + C::WARP_ROWS - 1, key, key + C::KEYS))
             apply_mask<C::MASK, typename C::Order>(S_rmem, block.visible, lane_position, lane_key);
-        if constexpr (C::BIAS_BYTES != 0) raise_lowest(S_rmem, state.reference);
+    }
+
+    // The largest score of each row of the tile
+    __device__ __forceinline__ void tops_of_scores(float (&top)[2 * C::MT]) {
+        state.tops(top, S_rmem);
+        if constexpr (C::BIAS_BYTES != 0) bring_nearer(S_rmem, top, state.reference);
     }
 
     // S -> P, with the rows' references raised and O brought to them
@@ -272,7 +267,7 @@ template <class C> struct WarpAttention {
         float top[2 * C::MT];
         if constexpr (C::GROUPS == 1) {
             mask(block, thread, tile);
-            state.tops(top, S_rmem);
+            tops_of_scores(top);
         } else {
 #pragma unroll
             for (int r = 0; r < 2 * C::MT; ++r) {
@@ -326,13 +321,12 @@ template <class C> struct WarpAttention {
         return !(fabsf(watched[0]) + fabsf(watched[1]) + fabsf(watched[2]) + fabsf(watched[3]) < infinity());
     }
 
-    // Natural log-sum-exp of row first + i of the lane's, which is row `row` of the block. A reference says nothing where the largest
-    // bias is too low for log2 units; beside such a one the scores do not matter.
-    __device__ __forceinline__ float lse(int first, int i, int row, const WorkItem& work, const Sequence& seq) const {
+    // Natural log-sum-exp of row first + i of the lane's.
+    __device__ __forceinline__ float lse(int first, int i) const {
         float reference, sum;
         state.pick(first, i, reference, sum);
         if constexpr (C::BIAS_BYTES != 0)
-            if (reference < LOWEST_SCORE && sum != 0.0f) return Block<C>(p, work, seq, 0, false).top_bias(row) + logf(sum);
+            if (fabsf(reference) > FAR && sum != 0.0f) return farther(reference) + logf(sum);
         return state.finish(reference, sum);
     }
 

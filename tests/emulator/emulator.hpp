@@ -52,6 +52,7 @@ double exp(double) noexcept;
 double fabs(double) noexcept;
 double fma(double, double, double) noexcept;
 double fmax(double, double) noexcept;
+double fmin(double, double) noexcept;
 double log(double) noexcept;
 double tanh(double) noexcept;
 }
