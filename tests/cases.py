@@ -47,19 +47,27 @@ else:
     TARGETS, GRADIENT_TARGETS = HOST, GRADIENT_HOST
 
 
+# Results with more digits than the arithmetic of the raw 16-bit kernels.
+WIDER = {
+    f"{dtype} to {out}": f"{dtype} arrays with {out} results"
+    for dtype, out in (
+        ("float16", "float32"), ("float16", "float64"), ("bfloat16", "float16"), ("bfloat16", "float32"), ("bfloat16", "float64"),
+    )
+}
+
 # Options that a kernel of this version does not have, and the words of its reason; the list only shrinks.
 ABSENT: dict[str, dict[str, str]] = {
     "cuda/fa2": {
         **{name: f"{name} is not part" for name in ("score_mod", "mask_mod", "num_splits")},
         "sqdist": "score='sqdist' is not part",
-        "out float64": "with float64 results", "out float32": "with float32 results",  # of 16-bit arrays
+        **WIDER, "float32 to float64": "float32 arrays with float64 results",
     },
     "cuda/fa1": {
         **{name: f"it has no {name}" for name in ("softcap", "alibi_slopes", "sinks", "bias", "mask", "page_table")},
         **{name: f"{name} is not part" for name in ("score_mod", "mask_mod", "num_splits")},
         **{dtype: f"{dtype} arrays; it takes float16" for dtype in ("float32", "float64")},
         "sqdist": "score='sqdist' is not part",
-        "out float64": "with float64 results", "out float32": "with float32 results",
+        **WIDER,
     },
     "cuda/naive": {
         **{name: f"has no {name}" for name in ("page_table", "alibi_slopes", "sinks", "score_mod", "mask_mod")},
@@ -77,7 +85,7 @@ def absent(target: Target, dtype: np.dtype, options: Mapping[str, Any]) -> list[
         asked.add("scale of 0")
     out_dtype = np.dtype(options.get("out_dtype", dtype))
     if out_dtype != dtype:
-        asked |= {f"out {out_dtype.name}"} | ({"out"} if target.kernel == "naive" else set())
+        asked |= {f"{dtype.name} to {out_dtype.name}"} | ({"out"} if target.kernel == "naive" else set())
     else:
         asked.discard("out")
     return [words for name, words in ABSENT.get(target.name, {}).items() if name in asked]

@@ -67,10 +67,9 @@ class Kind:
         """Whether the kernel has these options."""
         asked = {
             "bias": self.bias or None, "mask": self.mask or None, "page_table": self.paged or None, "softcap": self.softcap or None,
-            "alibi_slopes": self.alibi or None,
+            "alibi_slopes": self.alibi or None, "out_dtype": self.out,
         }
-        wider = self.dtype == "float32" and self.out == "float64"  # declined
-        return not wider and not absent(Target("cuda", self.kernel), DTYPES[self.dtype], asked)
+        return not absent(Target("cuda", self.kernel), DTYPES[self.dtype], asked)
 
 
 def kinds(seed: int, count: int) -> list[Kind]:

@@ -224,7 +224,8 @@ def test_decline_says_why(monkeypatch):
     assert "score_mod" in reason("H200", score_mod="s")
     f32, f64 = np.dtype(np.float32), np.dtype(np.float64)
     assert "with float64 results" in reason("H200", dtype=f32, out_dtype=f64)
-    assert reason("H200", dtype=f64, out_dtype=f32) is None
+    assert "with float16 results" in reason("H200", dtype=BF16, out_dtype=F16)
+    assert reason("H200", dtype=f64, out_dtype=f32) is None and reason("H200", dtype=F16, out_dtype=BF16) is None
     monkeypatch.setattr(cuda, "unusable", lambda: "no GPU")
     p = problem()
     assert cuda.decline(p.replace(q=dataclasses.replace(p.q, device=0)), "fa2") is None  # the kernel could; the planner asks for a GPU

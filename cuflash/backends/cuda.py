@@ -134,6 +134,8 @@ def decline(problem: Problem, kernel: str) -> str | None:
         return reason
     if dtype not in cuda_fp.SHORT_TYPES or (dtype in TYPES and out not in TYPES):
         return f"{dtype} arrays with {out} results; it weighs values in 16 bits, so that it offers float16 and bfloat16 results only"
+    if dtype == "bfloat16" and out == "float16":
+        return "bfloat16 arrays with float16 results, which would show that it rounds its weights to bfloat16"
     if dtype == "float32" and out == "float64":
         return "float32 arrays with float64 results, which would show that its products keep 22 to 23 bits of 24"
     absent = {
