@@ -7,6 +7,7 @@ import dataclasses
 import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -14,14 +15,15 @@ from .. import device, jit, launch, tiles
 from ..tiles import Tile
 from ..types import HOST, INDICES, UNBOUNDED, ArrayView, Plan, Problem, name_of
 from . import cuda_fa1, cuda_fp, naive_cuda, packed
+from .cuda_instance import (
+    CUDA_TYPES, MASK_ARRAY, MASK_LEFT, MASK_LENGTH, MASK_RIGHT, SCORE_ALIBI, SCORE_BIAS, SCORE_BIAS32, SCORE_PLAIN, SCORE_SCALED,
+    SCORE_SOFTCAP, SHORT_TYPES, PrefillInstance,
+)
 
 NAME = "cuda"
 KERNELS = ("fa2", "fa1", "naive")
 
-MASK_LENGTH, MASK_RIGHT, MASK_LEFT, MASK_ARRAY = 0, 1, 2, 4  # as in mask.cuh
-SCORE_PLAIN, SCORE_SCALED, SCORE_SOFTCAP, SCORE_ALIBI, SCORE_BIAS, SCORE_BIAS32 = 0, 1, 2, 4, 8, 16  # as in score.cuh
-TYPES = {"float16": "Fp16", "bfloat16": "Bf16"}
-SHORT_TYPES = {"float16": "fp16", "bfloat16": "bf16"}
+TYPES = ("float16", "bfloat16")  # of prefill_fa2 and prefill_fa1
 LARGEST_GRID = 2**31 - 1
 CLEAR_ROWS = 128  # of a block of clear_rows.cu
 TAKES_DEVICE_INDICES = ("fa2",)  # kernels that read lengths and cu_seqlens where they are
@@ -30,78 +32,31 @@ OWN_ARRAYS = ("page_table", "alibi_slopes", "sinks", "bias", "mask")
 
 
 @dataclass(frozen=True)
-class Instance:
-    """What is fixed when prefill_fa2 is compiled. ``load`` is the width of its copies in bytes, 2 for any strides."""
+class Instance(PrefillInstance):
+    """What is fixed when prefill_fa2 is compiled."""
 
-    dtype: str
-    out: str
-    d: int  # padded head sizes
-    dv: int
-    tile: Tile
-    mask: int = MASK_LENGTH
-    score: int = SCORE_PLAIN
-    load: int = 16
     paged: bool = False
     flat: bool = False  # the longest of the packed sequences is not known
 
-    @property
-    def name(self) -> str:
-        heads = f"d{self.d}" if self.d == self.dv else f"d{self.d}v{self.dv}"
-        t = self.tile
-        tile = f"m{t.m}n{t.n}w{t.warps}s{t.stages}" + f"g{t.groups}" * (t.groups > 1) + "q" * t.q_registers
-        words = ["prefill_fa2", SHORT_TYPES[self.dtype], heads, tile]
-        if self.out != self.dtype:
-            words.append(f"to_{SHORT_TYPES[self.out]}")
-        words += kind_words(self.mask, self.score)
-        words += ["paged"] * self.paged
-        words += ["flat"] * self.flat
-        if self.load != 16:
-            words.append("strided" if self.load == 2 else f"load{self.load}")
-        return "_".join(words)
+    KERNEL, TILES = "prefill_fa2", "tiles.py"
 
     @property
     def factor_left(self) -> bool:
-        """Whether the scores of this kind leave a factor to the exponential."""
         return self.score in (SCORE_PLAIN, SCORE_SOFTCAP)
 
-    slices = 1  # blocks that share the value columns of the same rows
+    @property
+    def tile_words(self) -> list[str]:
+        t = self.tile
+        return [f"m{t.m}n{t.n}w{t.warps}s{t.stages}" + f"g{t.groups}" * (t.groups > 1) + "q" * t.q_registers]
 
     @property
-    def shared_memory(self) -> int:
-        return self.tile.shared_memory(self.d, self.dv)
-
-    @functools.cached_property
-    def source(self) -> jit.Source:
+    def arguments(self) -> list[Any]:
         t = self.tile
-        numbers = (
-            self.d, self.dv, t.m, t.n, t.warps, t.stages, t.groups, str(t.q_registers).lower(), self.load, self.mask, self.score,
-            str(self.paged).lower(), *("true",) * self.flat,
-        )
-        stub = (
-            f"using Instance = PrefillFa2<{TYPES[self.dtype]}, {TYPES[self.out]}, {', '.join(map(str, numbers))}>;\n"
-            f'static_assert(sizeof(PrefillParams) == {launch.PREFILL_PARAMS.itemsize}, "launch.py mirrors params.cuh");\n'
-            f'static_assert(Instance::SMEM_BYTES == {self.shared_memory}, "tiles.py counts shared memory as the kernel does");\n'
-            f'extern "C" __global__ void __launch_bounds__(Instance::THREADS, {t.resident}) {self.name}('
-            "const __grid_constant__ PrefillParams p) {\n"
-            "    extern __shared__ __align__(1024) unsigned char smem[];\n"
-            "    prefill_fa2<Instance>(p, smem);\n"
-            "}\n"
-        )
-        return jit.Source("prefill_fa2.cu", stub, self.name)
+        numbers = [self.d, self.dv, t.m, t.n, t.warps, t.stages, t.groups, t.q_registers, self.load, self.mask, self.score]
+        return [CUDA_TYPES[self.dtype], CUDA_TYPES[self.out], *numbers, self.paged, *[True] * self.flat]
 
 
 AnyInstance = Instance | cuda_fp.Instance | cuda_fa1.Instance
-
-
-def kind_words(mask: int, score: int) -> list[str]:
-    """Words of an instance's name for its mask and score kinds."""
-    words = ["window" if mask & MASK_LEFT else "causal"] if mask & (MASK_LEFT | MASK_RIGHT) else []
-    words += ["mask"] * bool(mask & MASK_ARRAY)
-    for bit, word in (
-        (SCORE_SCALED, "scaled"), (SCORE_SOFTCAP, "softcap"), (SCORE_ALIBI, "alibi"), (SCORE_BIAS, "bias"), (SCORE_BIAS32, "bias32"),
-    ):
-        words += [word] * bool(score & bit)
-    return words
 
 
 def auto_kernels(problem: Problem) -> tuple[str, ...]:
@@ -132,7 +87,7 @@ def decline(problem: Problem, kernel: str) -> str | None:
     dtype, out = name_of(problem.q.dtype), name_of(problem.out_dtype)
     if kernel == "fa1" and (reason := cuda_fa1.decline(problem)) is not None:
         return reason
-    if dtype not in cuda_fp.SHORT_TYPES or (dtype in TYPES and out not in TYPES):
+    if dtype not in SHORT_TYPES or (dtype in TYPES and out not in TYPES):
         return f"{dtype} arrays with {out} results; it weighs values in 16 bits, so that it offers float16 and bfloat16 results only"
     if dtype == "bfloat16" and out == "float16":
         return "bfloat16 arrays with float16 results, which would show that it rounds its weights to bfloat16"

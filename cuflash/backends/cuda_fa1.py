@@ -2,72 +2,27 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
-from .. import jit, launch, tiles, tiles_fa1
+from .. import tiles, tiles_fa1
 from ..device import DeviceInfo
-from ..tiles_fa1 import Fa1Tile
 from ..types import Problem, name_of
+from .cuda_instance import CUDA_TYPES, MASK_LEFT, MASK_LENGTH, MASK_RIGHT, SCORE_SCALED, PrefillInstance
 
 
 @dataclass(frozen=True)
-class Instance:
-    """What is fixed when prefill_fa1 is compiled. ``load`` is the width of its copies in bytes, 2 for any strides."""
+class Instance(PrefillInstance):
+    """What is fixed when prefill_fa1 is compiled."""
 
-    dtype: str
-    out: str
-    d: int  # padded head sizes
-    dv: int
-    tile: Fa1Tile
-    mask: int = 0
-    score: int = 0
-    load: int = 16
-
-    paged = flat = False  # which prefill_fa2 has
-    slices = 1  # blocks that share the value columns of the same rows
+    KERNEL, TILES = "prefill_fa1", "tiles_fa1.py"
 
     @property
-    def factor_left(self) -> bool:
-        """Whether the exponential has the scale."""
-        return self.score == 0
-
-    @property
-    def name(self) -> str:
-        from . import cuda
-
-        heads = f"d{self.d}" if self.d == self.dv else f"d{self.d}v{self.dv}"
+    def arguments(self) -> list[Any]:
         t = self.tile
-        words = ["prefill_fa1", cuda.SHORT_TYPES[self.dtype], heads, f"m{t.m}n{t.n}w{t.warps}"]
-        if self.out != self.dtype:
-            words.append(f"to_{cuda.SHORT_TYPES[self.out]}")
-        words += cuda.kind_words(self.mask, self.score)
-        if self.load != 16:
-            words.append("strided" if self.load == 2 else f"load{self.load}")
-        return "_".join(words)
-
-    @property
-    def shared_memory(self) -> int:
-        return self.tile.shared_memory(self.d, self.dv)
-
-    @functools.cached_property
-    def source(self) -> jit.Source:
-        from . import cuda
-
-        t = self.tile
-        numbers = (self.d, self.dv, t.m, t.n, t.warps, self.load, self.mask, self.score)
-        stub = (
-            f"using Instance = PrefillFa1<{cuda.TYPES[self.dtype]}, {cuda.TYPES[self.out]}, {', '.join(map(str, numbers))}>;\n"
-            f'static_assert(sizeof(PrefillParams) == {launch.PREFILL_PARAMS.itemsize}, "launch.py mirrors params.cuh");\n'
-            f'static_assert(Instance::SMEM_BYTES == {self.shared_memory}, "tiles_fa1.py counts shared memory as the kernel does");\n'
-            f'extern "C" __global__ void __launch_bounds__(Instance::THREADS, {t.resident}) {self.name}('
-            "const __grid_constant__ PrefillParams p) {\n"
-            "    extern __shared__ __align__(1024) unsigned char smem[];\n"
-            "    prefill_fa1<Instance>(p, smem);\n"
-            "}\n"
-        )
-        return jit.Source("prefill_fa1.cu", stub, self.name)
+        numbers = [self.d, self.dv, t.m, t.n, t.warps, self.load, self.mask, self.score]
+        return [CUDA_TYPES[self.dtype], CUDA_TYPES[self.out], *numbers]
 
 
 def instance(problem: Problem, mask: int, score: int, load: int, info: DeviceInfo) -> Instance | None:
@@ -94,8 +49,6 @@ def decline(problem: Problem) -> str | None:
 
 def common(info: DeviceInfo) -> Iterator[Instance]:
     """Equal head sizes, full and causal, aligned arrays; and one of each rarer kind."""
-    from . import cuda
-
     def make(dtype: str, d: int, mask: int, load: int = 16, score: int = 0, out: str | None = None) -> Instance:
         tile = tiles_fa1.prefill_fa1(d, d, info)
         assert tile is not None
@@ -104,12 +57,12 @@ def common(info: DeviceInfo) -> Iterator[Instance]:
     dtypes = ("float16",) if info.cc < (8, 0) else ("float16", "bfloat16")
     for d in tiles.HEAD_CLASSES:
         for dtype in dtypes:
-            for mask in (cuda.MASK_LENGTH, cuda.MASK_RIGHT):
+            for mask in (MASK_LENGTH, MASK_RIGHT):
                 yield make(dtype, d, mask)
     for d in (64, 128):
-        yield make("float16", d, cuda.MASK_RIGHT | cuda.MASK_LEFT)
-        yield make("float16", d, cuda.MASK_RIGHT, score=cuda.SCORE_SCALED)
+        yield make("float16", d, MASK_RIGHT | MASK_LEFT)
+        yield make("float16", d, MASK_RIGHT, score=SCORE_SCALED)
         for load in (8, 4, 2):
-            yield make("float16", d, cuda.MASK_RIGHT, load=load)
+            yield make("float16", d, MASK_RIGHT, load=load)
     if "bfloat16" in dtypes:
-        yield make("float16", 64, cuda.MASK_LENGTH, out="bfloat16")
+        yield make("float16", 64, MASK_LENGTH, out="bfloat16")

@@ -1,0 +1,100 @@
+"""What instances of the raw prefill kernels have in common: their readable names, and the stubs that fix what is fixed at compile time."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from .. import jit, launch
+
+MASK_LENGTH, MASK_RIGHT, MASK_LEFT, MASK_ARRAY = 0, 1, 2, 4  # as in mask.cuh
+SCORE_PLAIN, SCORE_SCALED, SCORE_SOFTCAP, SCORE_ALIBI, SCORE_BIAS, SCORE_BIAS32 = 0, 1, 2, 4, 8, 16  # as in score.cuh
+SHORT_TYPES = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "float64": "fp64"}
+CUDA_TYPES = {"float16": "Fp16", "bfloat16": "Bf16", "float32": "float", "float64": "double"}
+ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
+
+
+@dataclass(frozen=True)
+class PrefillInstance:
+    """What is fixed when a kernel is compiled. ``load`` is the width of its copies in bytes; that of one number for any strides."""
+
+    dtype: str
+    out: str
+    d: int  # padded head sizes
+    dv: int
+    tile: Any  # of the kernel's own table
+    mask: int = MASK_LENGTH
+    score: int = SCORE_PLAIN
+    load: int = 16
+
+    KERNEL: ClassVar[str]  # "prefill_fa2", of prefill_fa2.cu
+    TILES: ClassVar[str]  # the file that counts shared memory as the kernel does
+    paged = flat = False  # which some kernels have as fields
+    slices = 1  # blocks that share the value columns of the same rows
+
+    @property
+    def factor_left(self) -> bool:
+        """Whether the scores of this kind leave a factor to the exponential."""
+        return self.score == SCORE_PLAIN
+
+    @property
+    def shared_memory(self) -> int:
+        """Bytes of a block."""
+        return self.tile.shared_memory(self.d, self.dv)
+
+    @property
+    def kernel_words(self) -> list[str]:
+        """What names say of the kernel, beside its dtype."""
+        return []
+
+    @property
+    def tile_words(self) -> list[str]:
+        """What names say of the tile."""
+        t = self.tile
+        return [f"m{t.m}n{t.n}w{t.warps}"]
+
+    @property
+    def arguments(self) -> list[Any]:
+        """What the stub gives to the kernel's template."""
+        raise NotImplementedError
+
+    @property
+    def name(self) -> str:
+        """Of the compiled function: "prefill_fa2_bf16_d128_m128n64w4s2_causal"."""
+        heads = f"d{self.d}" if self.d == self.dv else f"d{self.d}v{self.dv}"
+        words = [self.KERNEL, SHORT_TYPES[self.dtype], *self.kernel_words, heads, *self.tile_words]
+        words += [f"to_{SHORT_TYPES[self.out]}"] * (self.out != self.dtype)
+        words += kind_words(self.mask, self.score)
+        words += ["paged"] * self.paged + ["flat"] * self.flat
+        if self.load != 16:
+            words.append("strided" if self.load == ITEMSIZE[self.dtype] else f"load{self.load}")
+        return "_".join(words)
+
+    @functools.cached_property
+    def source(self) -> jit.Source:
+        """The kernel's file, with a stub that defines the function of this name."""
+        template = "".join(word.capitalize() for word in self.KERNEL.split("_"))
+        arguments = (str(x).lower() if isinstance(x, bool) else str(x) for x in self.arguments)
+        stub = (
+            f"using Instance = {template}<{', '.join(arguments)}>;\n"
+            f'static_assert(sizeof(PrefillParams) == {launch.PREFILL_PARAMS.itemsize}, "launch.py mirrors params.cuh");\n'
+            f'static_assert(Instance::SMEM_BYTES == {self.shared_memory}, "{self.TILES} counts shared memory as the kernel does");\n'
+            f'extern "C" __global__ void __launch_bounds__(Instance::THREADS, {self.tile.resident}) {self.name}('
+            "const __grid_constant__ PrefillParams p) {\n"
+            "    extern __shared__ __align__(1024) unsigned char smem[];\n"
+            f"    {self.KERNEL}<Instance>(p, smem);\n"
+            "}\n"
+        )
+        return jit.Source(f"{self.KERNEL}.cu", stub, self.name)
+
+
+def kind_words(mask: int, score: int) -> list[str]:
+    """Words of an instance's name for its mask and score kinds."""
+    words = ["window" if mask & MASK_LEFT else "causal"] if mask & (MASK_LEFT | MASK_RIGHT) else []
+    words += ["mask"] * bool(mask & MASK_ARRAY)
+    for bit, word in (
+        (SCORE_SCALED, "scaled"), (SCORE_SOFTCAP, "softcap"), (SCORE_ALIBI, "alibi"), (SCORE_BIAS, "bias"), (SCORE_BIAS32, "bias32"),
+    ):
+        words += [word] * bool(score & bit)
+    return words
