@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+import re
 
 import ml_dtypes
 import numpy as np
 import pytest
-from cuflash import device, launch, planner, tiles, tiles_fp
+from cuflash import device, jit, launch, planner, tiles, tiles_fp
 from cuflash import problem as problems
 from cuflash.backends import cuda, numba_cuda
 from cuflash.types import UNBOUNDED
@@ -189,6 +190,19 @@ def test_series_of_a_softcap(softcap, scale):
         want = launch.LOG2E * softcap * np.tanh(scale * s / softcap)
         np.testing.assert_allclose(got, want, rtol=1.5 * np.finfo(np.float32).eps)
         assert series[-1] > 0  # the logit of -inf is -inf
+
+
+def test_the_kernel_has_the_same_series_in_its_own_unit():
+    """tanh(x) = x (c0 + c1 x^2 + ...) becomes a series in z = x / TANH_UNIT, whose leading coefficient is 1."""
+    text = (jit.kernel_directory() / "include" / "softcap.cuh").read_text()
+    unit = float(re.search(r"TANH_UNIT = ([\d.]+)f", text)[1])
+    limit = float(re.search(r"SERIES_LIMIT = ([\d.]+)f / TANH_UNIT", text)[1])
+    line = next(line for line in text.splitlines() if "u - " in line and "fmaf" in line)
+    (third, *others), signs = [float(x) for x in re.findall(r"([\d.]+)f\b", line)], re.findall(r"(-?)[\d.]+f\b", line)
+    kernel = [1.0, -third, *(-x if sign else x for sign, x in zip(signs[1:], others, strict=True))][::-1]
+    wanted = [c * unit ** (2 * n + 1) for n, c in enumerate(launch.TANH_SERIES[1])]
+    np.testing.assert_allclose(kernel, wanted, rtol=np.finfo(np.float32).eps)
+    assert limit == launch.TANH_SERIES[0]
 
 
 @pytest.mark.parametrize("options", [{}, {"softcap": 30.0, "scale": -0.1}, {"softcap": 1e8}, {"softcap": 30.0, "scale": 1e-12}])

@@ -5,7 +5,7 @@
 
 // ---- any arguments ------------------------------------------------------------------------------------------------------
 
-// The argument of tanh comes in this unit, which makes the leading coefficient of the series 1.
+// The argument of tanh comes in this unit, which makes the leading coefficient of the series 1. It is TANH_SERIES of launch.py.
 constexpr float TANH_UNIT = 1.57979278f;
 constexpr float SERIES_LIMIT = 0.55f / TANH_UNIT;
 
@@ -26,32 +26,6 @@ __device__ __forceinline__ void tanh_pair(float& x, float& y) {
     y = fabsf(y) > SERIES_LIMIT ? fmaf(a, both, 1.0f) : y_series;
 }
 
-// s = tanh(TANH_UNIT * scale * s). The logits of most models lie far below their softcap: then the series does for a whole warp.
-template <int MT, int NT> __device__ __forceinline__ void apply_tanh(float (&s)[MT][NT][4], float scale) {
-    float largest = 0.0f;
-#pragma unroll
-    for (int mt = 0; mt < MT; ++mt)
-#pragma unroll
-        for (int nt = 0; nt < NT; ++nt)
-#pragma unroll
-            for (int c = 0; c < 4; ++c) s[mt][nt][c] *= scale, largest = fmaxf(largest, fabsf(s[mt][nt][c]));
-    if (__any_sync(0xffffffffu, largest > SERIES_LIMIT)) {
-#pragma unroll
-        for (int mt = 0; mt < MT; ++mt)
-#pragma unroll
-            for (int nt = 0; nt < NT; ++nt)
-#pragma unroll
-                for (int c = 0; c < 4; c += 2) tanh_pair(s[mt][nt][c], s[mt][nt][c + 1]);
-    } else {
-#pragma unroll
-        for (int mt = 0; mt < MT; ++mt)
-#pragma unroll
-            for (int nt = 0; nt < NT; ++nt)
-#pragma unroll
-                for (int c = 0; c < 4; ++c) s[mt][nt][c] = tanh_series(s[mt][nt][c]);
-    }
-}
-
 // s = tanh(TANH_UNIT * scale * s), of any size.
 template <int MT, int NT> __device__ __forceinline__ void apply_tanh_pair(float (&s)[MT][NT][4], float scale) {
 #pragma unroll
@@ -63,6 +37,27 @@ template <int MT, int NT> __device__ __forceinline__ void apply_tanh_pair(float 
                 s[mt][nt][c] *= scale, s[mt][nt][c + 1] *= scale;
                 tanh_pair(s[mt][nt][c], s[mt][nt][c + 1]);
             }
+}
+
+// s = tanh(TANH_UNIT * scale * s). The logits of most models lie far below their softcap: then the series does for a whole warp.
+template <int MT, int NT> __device__ __forceinline__ void apply_tanh(float (&s)[MT][NT][4], float scale) {
+    float largest = 0.0f;
+#pragma unroll
+    for (int mt = 0; mt < MT; ++mt)
+#pragma unroll
+        for (int nt = 0; nt < NT; ++nt)
+#pragma unroll
+            for (int c = 0; c < 4; ++c) s[mt][nt][c] *= scale, largest = fmaxf(largest, fabsf(s[mt][nt][c]));
+    if (__any_sync(0xffffffffu, largest > SERIES_LIMIT)) {
+        apply_tanh_pair(s, 1.0f);
+    } else {
+#pragma unroll
+        for (int mt = 0; mt < MT; ++mt)
+#pragma unroll
+            for (int nt = 0; nt < NT; ++nt)
+#pragma unroll
+                for (int c = 0; c < 4; ++c) s[mt][nt][c] = tanh_series(s[mt][nt][c]);
+    }
 }
 
 // ---- softcap alone: tanh within the exponential -------------------------------------------------------------------------
