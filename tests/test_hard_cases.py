@@ -36,7 +36,10 @@ ELSEWHERE = {
     57: ("test_jit.py::test_the_key_depends_on_everything", "test_jit.py::test_whatever_changes_is_compiled_again"),
     58: ("test_jit_cache.py::test_sixteen_processes_leave_one_good_file_and_the_next_does_not_load_nvrtc",),
     59: ("test_jit_cache.py::test_shared_memory_is_opted_in_to_and_only_grows", "test_cuda.py::test_plans_of_other_gpus"),
-    60: ("test_edges.py::test_a_stream_in_the_interface_goes_first", "test_edges_gpu.py::test_the_stream_of_an_interface_goes_first"),
+    60: (
+        "test_edges_protocols.py::test_a_stream_in_the_interface_goes_first",
+        "test_edges_gpu.py::test_the_stream_of_an_interface_goes_first",
+    ),
     61: ("test_edges.py::test_tensors_of_any_strides", "test_edges_gpu.py::test_tensors_of_any_strides_and_of_no_size"),
 }
 

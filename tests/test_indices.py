@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from fake_cupy import FakeArray, pretended_gpus
 from refusal import refused
-from test_warm import expected, inputs, same, there
+from warm_calls import expected, inputs, same, there
 
 import cuflash
 from cuflash import warm

@@ -3,81 +3,19 @@
 from __future__ import annotations
 
 import gc
-import sys
 import threading
 import weakref
 
 import ml_dtypes
 import numpy as np
 import pytest
-from fake_cupy import FakeArray, pretended_gpus
+from fake_cupy import FakeArray
+from warm_calls import F16, choices, expected, gpu, inputs, nothing_kept, same, there  # noqa: F401  fixtures among them
 
 import cuflash
 from cuflash import device, planner, warm
 from cuflash.backends import cuda
 from cuflash.problem import build_attention
-
-F16 = np.dtype(np.float16)
-
-
-@pytest.fixture(autouse=True)
-def nothing_kept():
-    warm.problems.clear()
-    warm.launches.clear()
-    yield
-    warm.problems.clear()
-    warm.launches.clear()
-
-
-@pytest.fixture
-def gpu(monkeypatch):
-    with pretended_gpus(monkeypatch) as fake:
-        yield fake
-
-
-@pytest.fixture
-def choices(monkeypatch):
-    """Plans that are made."""
-    made = []
-    choose = planner.choose
-
-    def counted(problem):
-        made.append(problem)
-        return choose(problem)
-
-    monkeypatch.setattr(planner, "choose", counted)
-    return made
-
-
-def there(host: np.ndarray, device_id: int = 0) -> FakeArray:
-    a = FakeArray(host.shape, host.dtype, device_id=device_id)
-    a.host[...] = host
-    return a
-
-
-def inputs(seed: int, shape=(2, 5, 4, 16), heads_kv=2, dtype=F16, keys=7, device_id=0):
-    rng = np.random.default_rng(seed)
-    axes = [shape, (shape[0], keys, heads_kv, shape[3]), (shape[0], keys, heads_kv, shape[3])]
-    return [there(rng.standard_normal(s).astype(dtype), device_id) for s in axes]
-
-
-def expected(arrays, **options):
-    for name in ("kernel", "backend"):
-        options.pop(name, None)
-    return cuflash.attention(*(np.ascontiguousarray(a.host) for a in arrays), backend="reference", **options)
-
-
-def same(result, want):
-    if isinstance(want, tuple):
-        assert isinstance(result, tuple) and len(result) == len(want)
-        for r, w in zip(result, want, strict=True):
-            same(r, w)
-        return
-    assert type(result) is FakeArray and result.dtype == want.dtype and result.shape == want.shape
-    # The scale has gone through float32, which may turn a rounding.
-    rtol, atol = 4 * float(ml_dtypes.finfo(want.dtype).eps), 8 * float(np.finfo(np.float32).eps)
-    np.testing.assert_allclose(result.host.astype(np.float64), want.astype(np.float64), rtol=rtol, atol=atol)
-
 
 OPTIONS = [
     {},
@@ -423,96 +361,3 @@ def test_no_launch_is_kept_that_knows_nothing_of_a_bias(gpu, monkeypatch):
     monkeypatch.setattr(cuda, "prepare", lambda plan, problem: print)
     kept = warm.Kept(4)
     assert warm.prepare(kept, (1, False), chosen, build_attention(*a, bias=bias), a[0], None, False) is None and not kept
-
-
-@pytest.mark.parametrize("backend", [None, "cpu", "reference"])
-def test_host_arrays_take_the_kept_problem(backend):
-    rng = np.random.default_rng(3)
-    for layout, shape in (("BSHD", (2, 5, 4, 16)), ("BHSD", (2, 4, 5, 16)), ("BSHD", (5, 4, 16)), ("BHSD", (4, 5, 16)), ("BSHD", (5, 16))):
-        calls = [[rng.standard_normal(shape).astype(np.float32) for _ in range(3)] for _ in range(3)]
-        options = {"causal": True, "return_lse": True, "layout": layout, "backend": backend}
-        warm.problems.clear()
-        first = cuflash.attention(*calls[2], **options)
-        for a in calls:
-            out, lse = cuflash.attention(*a, **options)
-        assert len(warm.problems) == 1
-        assert np.array_equal(out, first[0]) and np.array_equal(lse, first[1])
-        fixed = np.empty_like(out)
-        fixed.setflags(write=False)
-        with pytest.raises(ValueError, match="read-only"):
-            cuflash.attention(*calls[0], out=fixed, **options)
-        with pytest.raises(ValueError, match="out: overlaps q"):
-            cuflash.attention(*calls[0], out=calls[0][0], **options)
-        with pytest.raises(TypeError, match="stream"):
-            cuflash.attention(*calls[0], stream=0, **options)
-
-
-def test_host_arrays_and_a_simulator_that_goes_away(monkeypatch):
-    a = [np.ones((1, 2, 1, 8), np.float32)] * 3
-    monkeypatch.setenv("NUMBA_ENABLE_CUDASIM", "0")
-    for _ in range(2):
-        with pytest.raises(TypeError, match="takes GPU arrays"):
-            cuflash.attention(*a, backend="numba-cuda")
-    assert not warm.problems
-
-
-def test_subclasses_and_others_have_no_signature(gpu):
-    a = [np.ones((1, 2, 1, 8), np.float32)] * 3
-    masked = [np.ma.masked_array(x) for x in a]
-    cuflash.attention(*a)
-    with pytest.raises(TypeError, match="masked"):
-        cuflash.attention(*masked)
-    with pytest.raises(TypeError, match="of one kind"):
-        cuflash.attention(a[0], a[1], there(a[2]))
-    with pytest.raises(ValueError, match="on one device"):
-        cuflash.attention(*inputs(0)[:2], inputs(0, device_id=1)[2])
-    assert "cupy" in sys.modules
-
-
-@pytest.mark.parametrize("layout", ["BSHD", "BHSD"])
-def test_decode_looks_at_lengths_and_caches_every_time(layout):
-    """Its problem is kept without lengths; what a first call refuses, a later one does."""
-    rng = np.random.default_rng(5)
-
-    def turned(a):
-        return np.ascontiguousarray(a.transpose(0, 2, 1, 3)) if layout == "BHSD" else a
-
-    caches = [turned(rng.standard_normal((2, 32, 2, 8)).astype(np.float32)) for _ in range(2)]
-    copies = [a.copy() for a in caches]
-    lengths = np.array([3, 0])
-    for step in range(4):
-        q, k, v = (turned(rng.standard_normal((2, 3, h, 8)).astype(np.float32)) for h in (4, 2, 2))
-        out, lse = cuflash.decode(q, *caches, lengths, k_new=k, v_new=v, causal=True, layout=layout, return_lse=True)
-        warm.problems.clear()
-        want = cuflash.decode(q, *copies, lengths, k_new=k, v_new=v, causal=True, layout=layout, return_lse=True)
-        assert np.array_equal(out, want[0]) and np.array_equal(lse, want[1])
-        assert all(np.array_equal(a, b) for a, b in zip(caches, copies, strict=True))
-        assert len(warm.problems) == 1
-        lengths += 3 + step
-    options = {"causal": True, "layout": layout}
-    before = [a.copy() for a in caches]
-    for bad, error, words in (
-        ([30, 1], ValueError, "exceed the cache's capacity"), ([-1, 1], ValueError, "must be from 0"), ([1, 2, 3], ValueError, "shape"),
-        ([0.5, 1], TypeError, "integer"), (None, TypeError, "got None"),
-    ):
-        with pytest.raises(error, match=words):
-            cuflash.decode(q, *caches, bad, k_new=k, v_new=v, **options)
-    with pytest.raises(ValueError, match="k_cache: overlaps v_cache"):
-        cuflash.decode(q, caches[0], caches[0], [1, 2], k_new=k, v_new=v, **options)
-    with pytest.raises(ValueError, match="k_cache: overlaps q"):
-        cuflash.decode(_inside(caches[0], q), *caches, [1, 2], k_new=k, v_new=v, **options)
-    with pytest.raises(ValueError, match="v_new: missing"):
-        cuflash.decode(q, *caches, [1, 2], k_new=k, **options)
-    with pytest.raises(TypeError, match="stream"):
-        cuflash.decode(q, *caches, [1, 2], k_new=k, v_new=v, stream=0, **options)
-    caches[1].setflags(write=False)
-    with pytest.raises(ValueError, match="v_cache: the array is read-only"):
-        cuflash.decode(q, *caches, [1, 2], k_new=k, v_new=v, **options)
-    assert all(np.array_equal(a, b) for a, b in zip(caches, before, strict=True))
-    same_without = cuflash.decode(q, *caches, [5, 6], **options)  # nothing is written: a read-only cache will do
-    assert np.array_equal(same_without, cuflash.attention(q, *caches, kv_lengths=[5, 6], kernel="decode", **options))
-
-
-def _inside(cache: np.ndarray, like: np.ndarray) -> np.ndarray:
-    """An array of the shape and strides of another, in the memory of a cache."""
-    return cache.reshape(-1)[: like.size].reshape(like.shape)
