@@ -8,7 +8,7 @@ import weakref
 import numpy as np
 import pytest
 from fake_cupy import FakeArray, pretended_gpus
-from test_warm import expected, inputs, same
+from warm_calls import expected, inputs, same
 
 import cuflash
 from cuflash import device, warm
