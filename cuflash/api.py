@@ -287,19 +287,18 @@ def decode(
         key = warm.decode_key(q, k_cache, v_cache, k_new, v_new, layout, options)
     stream, known = options.get("stream"), warm.problems.get(key)
     if known is not None and (stream is None or known.q.device != HOST):
-        problem, new = problems.decode_again(known, q, k_cache, v_cache, kv_lengths, k_new, v_new, layout, stream)
+        problem, append = problems.decode_again(known, q, k_cache, v_cache, kv_lengths, k_new, v_new, layout, stream)
     else:
-        problem, new = problems.build_decode(
+        problem, append = problems.build_decode(
             q, k_cache, v_cache, kv_lengths, page_table=page_table, k_new=k_new, v_new=v_new, rope=rope,
             cache_batch_index=cache_batch_index, layout=layout, **options,
         )
         warm.keep_problem(key, problem)
     with launch.place(problem.q.device, problem.stream):
-        problem, out, lse = problems.with_outputs(problem, out, lse, return_lse, layout, np.ndim(q), new)
+        problem, out, lse = problems.with_outputs(problem, out, lse, return_lse, layout, np.ndim(q), append)
         plan = planner.choose(problem)  # before the append: a call that cannot run leaves the cache as it was
-        if new:
-            backends.append_to_cache(problem, new["k_new"], new["v_new"])
-        _backend(plan).run(plan, problem)
+        with backends.appended(plan, problem, append) as ready:
+            _backend(plan).run(plan, ready)
     return (out, lse) if return_lse else out
 
 

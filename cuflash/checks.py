@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from . import arrays
-from .types import ArrayView, Problem
+from .types import ArrayView, Problem, Rope
 
 
 def choice(value: Any, name: str, allowed: tuple[str, ...]) -> None:
@@ -237,9 +237,37 @@ def append_fits(lengths: np.ndarray, new: int, room: int) -> None:
         raise ValueError(f"kv_lengths: {came} exceed the cache's capacity of {room}; nothing was written")
 
 
+def positions_exist(problem: Problem, rope: Rope, before: np.ndarray) -> None:
+    """A rotary embedding must know all positions of sequences that have keys; -n as well as n."""
+    after, rows, known = problem.kv_lengths, problem.seqlen_q, rope.cos.shape[0]
+    assert after is not None
+    first = np.minimum(before, after - rows) if problem.align == "bottom_right" else np.minimum(before, 0)
+    last = np.maximum(after, rows) - 1 if problem.align == "upper_left" else after - 1
+    reached = np.where(after > 0, np.maximum(-first, last), -1)
+    if reached.max(initial=-1) >= known:
+        b = int(reached.argmax())
+        raise ValueError(
+            f"rope: cos and sin have {known} positions (0 to {known - 1}), but sequence {b} reaches {reached[b]} "
+            f"({before[b]} keys before, {after[b]} with the new ones, {rows} query rows)"
+        )
+
+
+def distinct_entries(entries: np.ndarray, count: int, writes: bool) -> None:
+    """cache_batch_index must name entries that the caches have, each once if they are written to."""
+    bad = np.flatnonzero((entries < 0) | (entries >= count))
+    if bad.size:
+        raise ValueError(f"cache_batch_index: {entries[bad[0]]} at index {bad[0]}; it must be from 0 to {count - 1} (the batch of k_cache)")
+    values, uses = np.unique(entries, return_counts=True)
+    if writes and (uses > 1).any():
+        twice = values[uses > 1][0]
+        at = np.flatnonzero(entries == twice)
+        raise ValueError(f"cache_batch_index: {twice} at index {at[0]} and again at {at[1]}; entries that take new keys must be distinct")
+
+
 def caches_can_be_written(problem: Problem, new: dict[str, ArrayView]) -> None:
     """Caches that take new keys must be writeable and must share no element with each other or with another input."""
-    others = {"q": problem.q, **new, "bias": problem.bias, "mask": problem.mask}
+    on_device = {name: getattr(problem, name) for name in problem.indices_on_device}
+    others = {"q": problem.q, **new, "bias": problem.bias, "mask": problem.mask, **on_device}
     for name, cache, more in (("k_cache", problem.k, {"v_cache": problem.v}), ("v_cache", problem.v, {})):
         writeable(cache, name)
         for other_name, other in {**others, **more}.items():

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from . import arrays, checks, host
-from .types import ArrayView, Problem
+from .types import Append, ArrayView, Problem
 
 TYPES = (np.dtype(np.int32), np.dtype(np.int64))
 
@@ -23,9 +23,34 @@ def view(value: Any, name: str, q: ArrayView, length: int | None, what: str) -> 
         raise TypeError(f"{name}: dtype {a.dtype}; an index array on a device must be int32 or int64")
     if len(a.shape) != 1 or (length is not None and a.shape[0] != length) or a.shape[0] < (length is None):
         raise ValueError(f"{name}: shape {a.shape}; it must be {what}")
-    if a.shape[0] > 1 and a.strides[0] != a.dtype.itemsize:
-        raise ValueError(f"{name}: strides {a.strides}; an index array on a device must be contiguous: pass cupy.ascontiguousarray(x)")
+    return contiguous(a, name)
+
+
+def contiguous(a: ArrayView, name: str) -> ArrayView:
+    """An index array on a device must have no gaps."""
+    expected = a.dtype.itemsize
+    for n, stride in zip(reversed(a.shape), reversed(a.strides), strict=True):
+        if n > 1 and stride != expected:
+            raise ValueError(f"{name}: strides {a.strides}; an index array on a device must be contiguous: pass cupy.ascontiguousarray(x)")
+        expected *= n
     return a
+
+
+def page_table(value: Any, name: str, batch: int, q: ArrayView, axes: int = 2) -> np.ndarray | ArrayView:
+    """A page table (batch, max_pages), or with one axis (batch,), on the host or on a device; its entries are not looked at."""
+    what = "(batch, max_pages)" if axes == 2 else "(batch,)"
+    on_device = arrays.on_device(value)
+    table = checks.array_like(value, name, q) if on_device else arrays.host_index(value, name)
+    if on_device and table.dtype != np.int32:
+        raise TypeError(f"{name}: dtype {table.dtype}; on a device it must be int32")
+    if len(table.shape) != axes or table.shape[0] != batch:
+        raise ValueError(f"{name}: shape {table.shape}; it must be {what} with batch {batch}")
+    return contiguous(table, name) if on_device else table
+
+
+def numbers(*index_arrays: Any) -> list[Any] | None:
+    """The numbers of index arrays (or None) that are on the host, or that CUFLASH_CHECK asks for; None if not all are to be had."""
+    return to_check(*index_arrays) if any(isinstance(a, ArrayView) for a in index_arrays) else list(index_arrays)
 
 
 def to_check(*index_arrays: Any) -> list[np.ndarray | None] | None:
@@ -73,8 +98,6 @@ def per_sequence(value: Any, name: str, problem: Problem, limit: np.ndarray, wha
         return value
     if not arrays.on_device(value):
         return checks.per_sequence(value, name, problem.batch, limit, what)
-    if problem.paged:
-        raise NotImplementedError(f"{name}: on the device beside page_table it is not supported yet; pass cupy.asnumpy(x)")
     lengths = view(value, name, problem.q, problem.batch, f"({problem.batch},), one entry a sequence")
     found = to_check(lengths)
     if found is not None:
@@ -89,3 +112,31 @@ def start(value: Any, problem: Problem, limit: np.ndarray, kv_lengths: np.ndarra
         return per_sequence(value, "kv_start", problem, limit if kv_lengths is None else kv_lengths, keys)
     found = to_check(kv_lengths)
     return per_sequence(value, "kv_start", problem, limit if found is None else found[0], keys)  # type: ignore[arg-type]
+
+
+def used_pages(problem: Problem, lengths: np.ndarray | ArrayView) -> None:
+    """As checks.used_pages, where the numbers are known."""
+    found = numbers(problem.page_table, lengths)
+    if found is not None:
+        checks.used_pages(problem.replace(page_table=found[0]), found[1])
+
+
+def lengths_after(lengths: np.ndarray | ArrayView, count: int, problem: Problem) -> np.ndarray | ArrayView:
+    """Lengths once ``count`` new keys are in the cache. Those on a device stay what they were: the device adds them up."""
+    found = numbers(lengths)
+    if found is not None:
+        checks.append_fits(found[0], count, problem.seqlen_k)
+    return lengths if isinstance(lengths, ArrayView) else lengths + count
+
+
+def append(problem: Problem, new: Append) -> None:
+    """What is left to check of an append: pages that are written, and positions that a rotary embedding must have."""
+    found = numbers(problem.page_table, new.lengths)
+    if found is None:
+        return
+    table, before = found
+    known = problem.replace(page_table=table, kv_lengths=before + new.count)
+    if problem.paged and new.count:
+        checks.written_pages(known, before)
+    if new.rope is not None:
+        checks.positions_exist(known, new.rope, before)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import struct
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -107,6 +108,54 @@ def refuse_capture(what: str) -> None:
 
     if cupy.cuda.runtime.streamIsCapturing(cupy.cuda.get_current_stream().ptr):
         raise RuntimeError(f"the call cannot be captured in a CUDA graph: {what} would be gone when the graph is replayed")
+
+
+def copied(arrays: Mapping[str, np.ndarray]) -> str:
+    """In words, what `uploaded` makes of host arrays."""
+    return f"the copy on the device of {', '.join(arrays)}, which came as a host array,"
+
+
+@contextlib.contextmanager
+def uploaded(arrays: Mapping[str, np.ndarray]) -> Iterator[dict[str, int]]:
+    """Device addresses of copies of small host arrays; their memory goes back to the pool, in the stream's order, afterwards."""
+    if not arrays:
+        yield {}
+        return
+    import cupy
+
+    refuse_capture(copied(arrays))
+    # One copy for all of them; each begins at a multiple of 8 bytes.
+    offsets, parts, total = {}, [], 0
+    for name, value in arrays.items():
+        data = value.tobytes()
+        data += bytes(-len(data) % 8)
+        offsets[name] = total
+        parts.append(data)
+        total += len(data)
+    on_device = cupy.asarray(np.frombuffer(b"".join(parts), np.uint8))
+    yield {name: on_device.data.ptr + offset for name, offset in offsets.items()}
+
+
+@contextlib.contextmanager
+def scratch(shape: tuple[int, ...], dtype: np.dtype, device: int) -> Iterator[ArrayView]:
+    """Memory for what a call needs between its kernels, on CuPy's current stream; it is nobody's afterwards, in the stream's order.
+
+    From CuPy's pool. In a stream capture it is memory of the graph, with the same address whenever that is replayed: the pool would
+    give it to somebody else meanwhile.
+    """
+    import cupy
+
+    runtime, stream = cupy.cuda.runtime, cupy.cuda.get_current_stream().ptr
+    strides = tuple(dtype.itemsize * math.prod(shape[n + 1 :]) for n in range(len(shape)))
+    if not runtime.streamIsCapturing(stream):
+        array = cupy.empty(shape, dtype)
+        yield ArrayView(array, int(array.data.ptr), shape, strides, dtype, "cupy", device)
+        return
+    pointer = int(runtime.mallocAsync(max(1, dtype.itemsize * math.prod(shape)), stream))
+    try:
+        yield ArrayView(None, pointer, shape, strides, dtype, "cupy", device)
+    finally:
+        runtime.freeAsync(pointer, stream)
 
 
 def launch(function: Any, grid: int, threads: int, shared_memory: int, params: np.ndarray, stream: int) -> None:
@@ -277,7 +326,7 @@ def small_arrays(problem: Problem) -> dict[str, np.ndarray]:
         found["sinks"] = np.ascontiguousarray(problem.sinks, np.float64)
     elif problem.sinks is not None:
         found["sinks"] = np.ascontiguousarray(problem.sinks * LOG2E, np.float32)
-    if problem.page_table is not None:
+    if isinstance(problem.page_table, np.ndarray):
         found["page_table"] = page_entries(problem.page_table)
     return found
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from . import arrays, checks, host
-from .types import UNBOUNDED, ArrayView, Problem
+from . import arrays, checks, host, indices
+from .types import UNBOUNDED, ArrayView, Problem, Rope
 
 
 def causal(value: Any) -> tuple[bool, str]:
@@ -197,14 +197,35 @@ def mask(value: Any, problem: Problem, kv_lengths: Any) -> tuple[ArrayView, bool
         if problem.varlen:
             allowed = f"with cu_seqlens it must have 1 or {problem.seqlen_k} (the longest key sequence)"
             raise ValueError(f"mask: shape {a.shape} has {columns} columns; {allowed}")
-        if isinstance(kv_lengths, ArrayView):
-            came = f"{columns} columns, for the last {columns} keys,"
-            raise NotImplementedError(f"mask: {came} need kv_lengths on the host; pass cupy.asnumpy(x)")
-        shortest = problem.seqlen_k if kv_lengths is None else int(kv_lengths.min(initial=problem.seqlen_k))
+        found = indices.numbers(kv_lengths)  # on a device, what a sequence lacks is cut off from the mask's first columns
+        known = None if found is None else found[0]
+        shortest = problem.seqlen_k if known is None else int(known.min(initial=problem.seqlen_k))
         if columns > shortest:
             came = f"shape {a.shape} has {columns} columns, for the last {columns} keys"
             raise ValueError(f"mask: {came}, but a sequence has only {shortest}; it must have 1 or {problem.seqlen_k} columns")
     return broadcast_rows(a, "mask", problem, columns=columns if is_tail else problem.seqlen_k), is_tail
+
+
+def rope(value: Any, problem: Problem) -> Rope | None:
+    """rope=(cos, sin, "interleaved" or "half"), tables of (positions, rot / 2) in float32 or q's dtype."""
+    if value is None:
+        return None
+    if not isinstance(value, list | tuple) or len(value) != 3:
+        came = f"{len(value)} entries" if isinstance(value, list | tuple) else arrays.type_name(value)
+        raise TypeError(f"rope: got {came}; it must be (cos, sin, 'interleaved') or (cos, sin, 'half')")
+    checks.choice(value[2], "rope[2]", ("interleaved", "half"))
+    tables = [checks.array_like(x, f"rope[{n}]", problem.q) for n, x in enumerate(value[:2])]
+    for n, a in enumerate(tables):
+        if a.dtype not in (np.dtype(np.float32), problem.q.dtype):
+            allowed = "float32" if problem.q.dtype == np.float32 else f"float32 and {problem.q.dtype} (q's)"
+            raise TypeError(f"rope[{n}]: dtype {a.dtype}; allowed are {allowed}")
+        if len(a.shape) != 2 or not 2 <= 2 * a.shape[1] <= problem.head_dim:
+            allowed = f"(positions, rot / 2) with rot / 2 from 1 to {problem.head_dim // 2}, half of the head size"
+            raise ValueError(f"rope[{n}]: shape {a.shape}; it must be {allowed}")
+    cos, sin = tables
+    if cos.shape != sin.shape or cos.dtype != sin.dtype:
+        raise ValueError(f"rope[1]: sin {sin.shape} {sin.dtype} differs from cos {cos.shape} {cos.dtype}; shapes and dtypes must be equal")
+    return Rope(cos, sin, value[2] == "interleaved")
 
 
 def broadcast_rows(a: ArrayView, name: str, problem: Problem, columns: int) -> ArrayView:

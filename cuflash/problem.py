@@ -8,7 +8,7 @@ import numpy as np
 
 from . import arrays, checks, indices
 from . import options as opts
-from .types import LAYOUTS, ArrayView, Gradients, Problem
+from .types import LAYOUTS, Append, ArrayView, Gradients, Problem
 
 KERNELS = ("auto", "naive", "fa1", "fa2", "fa3", "decode")
 BACKENDS = ("cuda", "numba-cuda", "cpu", "reference")
@@ -35,7 +35,7 @@ def dense(op: Literal["attention", "decode"], named: dict[str, ArrayView], layou
     if page_table is None and k.shape[0] != q.shape[0]:
         shapes = f"shapes {q_name} {named[q_name].shape}, {k_name} {named[k_name].shape}, layout={layout!r}"
         raise ValueError(f"{k_name}: batch {k.shape[0]} differs from {q_name}'s {q.shape[0]} ({shapes})")
-    keys = {"seqlen_k": k.shape[1]} if page_table is None else pages(page_table, q.shape[0], k.shape[1])
+    keys = {"seqlen_k": k.shape[1]} if page_table is None else pages(page_table, q.shape[0], k.shape[1], q)
     return Problem(
         q=q, k=k, v=v, batch=q.shape[0], heads_q=q.shape[2], heads_kv=k.shape[2], head_dim=q.shape[3], head_dim_v=v.shape[3],
         seqlen_q=q.shape[1], op=op, **keys,
@@ -61,7 +61,7 @@ def build_varlen(
         for name, value in (("cu_seqlens_k", cu_seqlens_k), ("max_seqlen_k", max_seqlen_k)):
             if value is not None:
                 raise ValueError(f"{name}: must be None with page_table; the key lengths of a paged cache are kv_lengths")
-        return with_options(problem.replace(**pages(page_table, problem.batch, k3.shape[1])), **options)
+        return with_options(problem.replace(**pages(page_table, problem.batch, k3.shape[1], q3)), **options)
     cu_k = indices.cu_seqlens(cu_seqlens_k, "cu_seqlens_k", k3.shape[0], "k", q3)
     if cu_k.shape != cu_q.shape:
         raise ValueError(f"cu_seqlens_k: {cu_k.shape[0]} entries, but cu_seqlens_q has {cu_q.shape[0]}; both must be (batch + 1,)")
@@ -72,45 +72,68 @@ def build_varlen(
 def build_decode(
     q: Any, k_cache: Any, v_cache: Any, kv_lengths: Any, *, page_table: Any = None, k_new: Any = None, v_new: Any = None,
     rope: Any = None, cache_batch_index: Any = None, layout: str = "BSHD", **options: Any,
-) -> tuple[Problem, dict[str, ArrayView]]:
-    """Problem of decode() over the cache as it will be after the append; and k_new and v_new, canonical, if there are any."""
-    for name, value in (("rope", rope), ("cache_batch_index", cache_batch_index)):
-        if value is not None:
-            raise NotImplementedError(f"{name}: this option of decode() is not supported yet")
+) -> tuple[Problem, Append | None]:
+    """Problem of decode() over the cache as it will be after the append; and what is to be done before, if anything.
+
+    Lengths on a device are those before the append: the device itself will add the new keys.
+    """
     if (k_new is None) != (v_new is None):
         missing, given = ("k_new", "v_new") if k_new is None else ("v_new", "k_new")
         raise ValueError(f"{missing}: missing; {given} was given, and the two are appended together")
     checks.choice(layout, "layout", LAYOUTS)
     new = {} if k_new is None else {"k_new": k_new, "v_new": v_new}
     named = checks.same_place_and_dtype(q=q, k_cache=k_cache, v_cache=v_cache, **new)
+    if cache_batch_index is not None:
+        if page_table is not None:
+            raise ValueError("cache_batch_index: must be None with page_table, which has a row for each sequence: pass page_table[index]")
+        page_table = whole_caches(cache_batch_index, named, bool(new))
     problem = dense("decode", {name: named[name] for name in ("q", "k_cache", "v_cache")}, layout, page_table)
     lengths = decode_lengths(kv_lengths, problem)
+    turned = opts.rope(rope, problem)
     if not new:
-        return with_options(problem, kv_lengths=lengths, **options), {}
+        problem = with_options(problem, kv_lengths=lengths, **options)
+        append = None if turned is None else Append(lengths, rope=turned)
+        if append is not None:
+            indices.append(problem, append)
+        return problem, append
     checks.same_rank(**{name: named[name] for name in ("q", "k_new", "v_new")})
-    new = {name: canonical(named[name], layout, name) for name in new}
-    count = checks.new_keys(new["k_new"], new["v_new"], problem)
-    problem = with_options(problem, kv_lengths=lengths_after(lengths, count, problem), **options)
-    checks.caches_can_be_written(problem, new)
-    if problem.paged and count:
-        checks.written_pages(problem, lengths)
-    return problem, new
+    append = Append(lengths, *(canonical(named[name], layout, name) for name in new), rope=turned)
+    count = checks.new_keys(append.k_new, append.v_new, problem)
+    problem = with_options(problem, kv_lengths=indices.lengths_after(lengths, count, problem), **options)
+    checks.caches_can_be_written(problem, append.inputs)
+    indices.append(problem, append)
+    return problem, append
+
+
+def whole_caches(index: Any, named: dict[str, ArrayView], writes: bool) -> Any:
+    """cache_batch_index as a page table: each entry of the caches' batch is a page, and each sequence has one."""
+    for name in ("k_cache", "v_cache"):
+        if len(named[name].shape) != 4 or 0 in named[name].shape[1:3]:
+            came = f"shape {named[name].shape}"
+            raise ValueError(f"{name}: {came}; with cache_batch_index it must have 4 axes, and room for a key")
+    q = named["q"]
+    if len(q.shape) != 4:
+        raise ValueError(f"q: shape {q.shape}; with cache_batch_index it must have 4 axes")
+    entries = indices.page_table(index, "cache_batch_index", q.shape[0], q, axes=1)
+    found = indices.numbers(entries)
+    if found is not None:
+        checks.distinct_entries(found[0], named["k_cache"].shape[0], writes)
+    return index[:, None] if isinstance(entries, ArrayView) else entries[:, None]
 
 
 def decode_again(
     known: Problem, q: Any, k_cache: Any, v_cache: Any, kv_lengths: Any, k_new: Any, v_new: Any, layout: str, stream: Any,
-) -> tuple[Problem, dict[str, ArrayView]]:
+) -> tuple[Problem, Append | None]:
     """As `build_decode`, from a problem on arrays and options of the same signature: what is left to check are values."""
     named = {"q": (q, "q"), "k": (k_cache, "k_cache"), "v": (v_cache, "v_cache")}
     fresh = {field: canonical(arrays.view(a, name), layout, name) for field, (a, name) in named.items()}
     lengths = decode_lengths(kv_lengths, known)
     if k_new is None:
-        return known.replace(**fresh, kv_lengths=lengths, stream=stream), {}
-    new = {name: canonical(arrays.view(a, name), layout, name) for name, a in (("k_new", k_new), ("v_new", v_new))}
-    count = new["k_new"].shape[1]
-    problem = known.replace(**fresh, kv_lengths=lengths_after(lengths, count, known), stream=stream)
-    checks.caches_can_be_written(problem, new)
-    return problem, new
+        return known.replace(**fresh, kv_lengths=lengths, stream=stream), None
+    append = Append(lengths, *(canonical(arrays.view(a, name), layout, name) for name, a in (("k_new", k_new), ("v_new", v_new))))
+    problem = known.replace(**fresh, kv_lengths=indices.lengths_after(lengths, append.count, known), stream=stream)
+    checks.caches_can_be_written(problem, append.inputs)
+    return problem, append
 
 
 def decode_lengths(kv_lengths: Any, problem: Problem) -> Any:
@@ -118,14 +141,6 @@ def decode_lengths(kv_lengths: Any, problem: Problem) -> Any:
     if kv_lengths is None:
         raise TypeError("kv_lengths: got None; decode() needs the number of keys that each sequence has in the cache")
     return indices.per_sequence(kv_lengths, "kv_lengths", problem, *indices.capacity(problem))
-
-
-def lengths_after(lengths: Any, count: int, problem: Problem) -> np.ndarray:
-    """Lengths once ``count`` new keys are in the cache."""
-    if isinstance(lengths, ArrayView):
-        raise NotImplementedError("kv_lengths: on the device, with k_new, it is not supported yet; pass cupy.asnumpy(x)")
-    checks.append_fits(lengths, count, problem.seqlen_k)
-    return lengths + count
 
 
 def build_weights(
@@ -171,11 +186,9 @@ def build_backward(
     return problem.replace(op="backward", deterministic=bool(deterministic), **views)
 
 
-def pages(page_table: Any, batch: int, page_size: int) -> dict[str, Any]:
+def pages(page_table: Any, batch: int, page_size: int, q: ArrayView) -> dict[str, Any]:
     """The fields of a problem on a paged cache; the table's used entries are checked once the lengths are known."""
-    table = arrays.host_index(page_table, "page_table")
-    if table.ndim != 2 or table.shape[0] != batch:
-        raise ValueError(f"page_table: shape {table.shape}; it must be (batch, max_pages) with batch {batch}")
+    table = indices.page_table(page_table, "page_table", batch, q)
     return {"page_table": table, "page_size": page_size, "seqlen_k": table.shape[1] * page_size}
 
 
@@ -232,27 +245,28 @@ def with_lengths(problem: Problem, kv_lengths: Any, kv_start: Any) -> dict[str, 
     if kv_start is not None:
         kv_start = indices.start(kv_start, problem, limit, kv_lengths)
     if problem.paged:
-        checks.used_pages(problem, kv_lengths)
+        indices.used_pages(problem, kv_lengths)
     return {"kv_lengths": kv_lengths, "kv_start": kv_start}
 
 
 def with_outputs(
-    problem: Problem, out: Any, lse: Any, return_lse: bool, layout: str, ndim: int, inputs: dict[str, ArrayView] | None = None,
+    problem: Problem, out: Any, lse: Any, return_lse: bool, layout: str, ndim: int, append: Append | None = None,
 ) -> tuple[Problem, Any, Any]:
     """Check or allocate the results; returns the problem and the arrays to hand back, in the user's shape.
 
-    ``ndim`` is the number of axes of the user's q, ``inputs`` are those that the problem does not hold.
+    ``ndim`` is the number of axes of the user's q; ``append`` has inputs that the problem does not hold.
     """
+    inputs = {} if append is None else append.inputs
     checks.flag(return_lse, "return_lse")
     out_shape = user_out_shape(problem, layout, ndim)
     if out is None:
         out = arrays.empty(out_shape, problem.out_dtype, problem.q)
         out_view = arrays.view(out, "out")
     else:
-        out_view = checks.output(out, "out", out_shape, problem.out_dtype, problem, inputs or {})
+        out_view = checks.output(out, "out", out_shape, problem.out_dtype, problem, inputs)
     lse_view = None
     if lse is not None:
-        lse_view = checks.output(lse, "lse", user_lse_shape(problem, ndim), problem.compute_dtype, problem, inputs or {})
+        lse_view = checks.output(lse, "lse", user_lse_shape(problem, ndim), problem.compute_dtype, problem, inputs)
         if arrays.overlap(lse_view, out_view):
             raise ValueError("lse: overlaps out in memory; results need a buffer of their own")
     elif return_lse:

@@ -58,6 +58,45 @@ class ArrayView:
         return (self.shape, strides, self.dtype.str if self.dtype.kind != "V" else name_of(self.dtype), self.kind, self.device)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Rope:
+    """A rotary embedding: features in pairs, each turned by an angle that grows with the position (Su et al. 2021).
+
+    Row n of ``cos`` and ``sin`` (positions, rot / 2) is for position n; for position -n it is turned back. Pairs are (0, 1), (2, 3), ...
+    if ``interleaved``, else (0, rot / 2), (1, rot / 2 + 1), ...; features from rot on stay as they are.
+    """
+
+    cos: ArrayView
+    sin: ArrayView
+    interleaved: bool
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Append:
+    """What decode() does before it attends: ``k_new`` and ``v_new`` go into the caches, ``rope`` turns k_new and q.
+
+    New key t stands at position lengths + t; query row r where the causal mask has it.
+    """
+
+    lengths: Any  # keys before, (B,): int64 on the host, or an ArrayView of int32 or int64 on the device
+    k_new: ArrayView | None = None  # (B, n, Hkv, D)
+    v_new: ArrayView | None = None  # (B, n, Hkv, Dv)
+    rope: Rope | None = None
+
+    @property
+    def count(self) -> int:
+        """New keys of each sequence."""
+        return 0 if self.k_new is None else self.k_new.shape[1]
+
+    @property
+    def inputs(self) -> dict[str, ArrayView]:
+        """The arrays that are read, under the user's names."""
+        named = {"k_new": self.k_new, "v_new": self.v_new}
+        if self.rope is not None:
+            named |= {"rope[0]": self.rope.cos, "rope[1]": self.rope.sin}
+        return {name: a for name, a in named.items() if a is not None}
+
+
 class Sequence(NamedTuple):
     """One sequence of a batch: which rows of q and which keys belong to it."""
 
@@ -137,7 +176,7 @@ class Problem:
     cu_seqlens_k: Any = None
     kv_lengths: Any = None  # (B,)
     kv_start: Any = None  # (B,)
-    page_table: np.ndarray | None = None  # (B, max_pages) int64; paged iff not None
+    page_table: Any = None  # (B, max_pages); paged iff not None: int64 on the host, or an ArrayView of int32 on the device
     page_size: int = 0
 
     # how
@@ -166,7 +205,7 @@ class Problem:
     @property
     def indices_on_device(self) -> tuple[str, ...]:
         """Names of the index arrays whose numbers are not known on the host."""
-        return tuple(name for name in INDICES if isinstance(getattr(self, name), ArrayView))
+        return tuple(name for name in (*INDICES, "page_table") if isinstance(getattr(self, name), ArrayView))
 
     @property
     def paged(self) -> bool:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
-from typing import Protocol
+from collections.abc import Iterator
+from typing import Any, Protocol
 
-from ..types import ArrayView, Plan, Problem
+from ..types import HOST, Append, Plan, Problem
 
 # Name -> module in this package, in the order in which "auto" asks. None: the name is reserved, its backend is not offered yet.
 REGISTRY: dict[str, str | None] = {
@@ -22,7 +24,8 @@ class Backend(Protocol):
 
     One that computes gradients also has ``run_backward(plan, problem) -> Gradients``; one that materialises attention weights
     ``run_weights(plan, problem)``, which writes problem.weights; one that may lack something in an installation
-    ``unusable() -> str | None``.
+    ``unusable() -> str | None``; one whose ``run`` may fail for want of a compiler or in a stream capture ``make_ready(plan, problem)``,
+    which then fails in its place and else changes nothing.
     """
 
     NAME: str
@@ -50,8 +53,28 @@ def load(name: str) -> Backend | str:
     return importlib.import_module(f".{module}", __name__)  # type: ignore[return-value]
 
 
-def append_to_cache(problem: Problem, k_new: ArrayView, v_new: ArrayView) -> None:
-    """Write the new keys and values of a decode call into its caches."""
+@contextlib.contextmanager
+def appended(plan: Plan, problem: Problem, new: Append | None) -> Iterator[Problem]:
+    """Do what a decode call does before it attends; inside, the problem that its plan then runs on.
+
+    Whatever can fail has been tried before anything is written.
+    """
+    if new is None:
+        yield problem
+        return
+    why = ""
+    if problem.q.device != HOST:
+        from . import cuda_append
+
+        backend: Any = load(plan.backend)
+        if hasattr(backend, "make_ready"):
+            backend.make_ready(plan, problem)
+        why = cuda_append.decline(problem, new) or ""
+        if not why:
+            with cuda_append.appended(problem, new) as ready:
+                yield ready
+            return
     from . import append
 
-    append.append(problem, k_new, v_new)
+    with append.appended(problem, new, why) as ready:
+        yield ready

@@ -14,7 +14,7 @@ import numpy as np
 from .. import device, jit, launch, tiles
 from ..tiles import Tile
 from ..types import HOST, INDICES, UNBOUNDED, ArrayView, Plan, Problem, name_of
-from . import cuda_fa1, cuda_fp, naive_cuda, packed
+from . import cuda_append, cuda_fa1, cuda_fp, naive_cuda, packed
 from .cuda_instance import (
     CUDA_TYPES, MASK_ARRAY, MASK_LEFT, MASK_LENGTH, MASK_RIGHT, SCORE_ALIBI, SCORE_BIAS, SCORE_BIAS32, SCORE_PLAIN, SCORE_SCALED,
     SCORE_SOFTCAP, SHORT_TYPES, PrefillInstance,
@@ -244,6 +244,14 @@ def prepare(plan: Plan, problem: Problem) -> launch.Prepared | None:
     return launch.Prepared(steps, _params(plan, problem, ready, {}), addresses=5 + len(launch.index_addresses(problem)))
 
 
+def make_ready(plan: Plan, problem: Problem) -> None:
+    """Fail as ``run`` would: for want of a compiler, or in a stream capture that it cannot be part of. Nothing is launched."""
+    if plan.kernel != "naive":
+        _steps(plan, problem)
+        if wanted := launch.small_arrays(problem):
+            launch.refuse_capture(launch.copied(wanted))
+
+
 def _steps(plan: Plan, problem: Problem) -> tuple[AnyInstance, list[launch.Step]]:
     """The planned instance for the arrays of this run, which may be aligned otherwise than those of the plan; and what is launched."""
     place = problem.q.device
@@ -292,25 +300,9 @@ def with_load(chosen: AnyInstance, load: int, info: device.DeviceInfo) -> AnyIns
 
 @contextlib.contextmanager
 def _small_arrays(problem: Problem) -> Iterator[dict[str, int]]:
-    """Device addresses of the problem's small arrays; their memory goes back to the pool, in the stream's order, afterwards."""
-    import cupy
-
-    wanted = launch.small_arrays(problem)
-    here = {name: value.pointer for name in INDICES if isinstance(value := getattr(problem, name), ArrayView)}
-    if not wanted:
-        yield here
-        return
-    launch.refuse_capture(f"the copy on the device of {', '.join(wanted)}, which came as a host array,")
-    # One copy for all of them; each begins at a multiple of 8 bytes.
-    offsets, parts, total = {}, [], 0
-    for name, value in wanted.items():
-        data = value.tobytes()
-        data += bytes(-len(data) % 8)
-        offsets[name] = total
-        parts.append(data)
-        total += len(data)
-    on_device = cupy.asarray(np.frombuffer(b"".join(parts), np.uint8))
-    yield {**here, **{name: on_device.data.ptr + offset for name, offset in offsets.items()}}
+    """Device addresses of the problem's small arrays; see `launch.uploaded`."""
+    with launch.uploaded(launch.small_arrays(problem)) as pointers:
+        yield {**{name: getattr(problem, name).pointer for name in problem.indices_on_device}, **pointers}
 
 
 def instances(arch: str) -> Iterator[jit.Source]:
@@ -323,6 +315,7 @@ def instances(arch: str) -> Iterator[jit.Source]:
     for itemsize in (4, 8):
         yield clear_source(itemsize, itemsize, False)
     yield from naive_cuda.instances(arch)
+    yield from cuda_append.instances(arch)
 
 
 def common(arch: str) -> Iterator[Instance]:

@@ -19,7 +19,7 @@ from .base import Edge
 # Arguments that may lie on the host whatever q is, as lists may.
 ANYWHERE = frozenset((
     "kv_lengths", "kv_start", "cu_seqlens_q", "cu_seqlens_k", "page_table", "alibi_slopes", "sinks", "scale", "q_scale", "k_scale",
-    "v_scale", "mod_args", "m1", "l1", "m2", "l2", "softcap", "max_seqlen_q", "max_seqlen_k",
+    "v_scale", "mod_args", "m1", "l1", "m2", "l2", "softcap", "max_seqlen_q", "max_seqlen_k", "cache_batch_index",
 ))  # fmt: skip
 PLAIN = frozenset((type(None), bool, int, float, str))
 RESULTS = ("out", "lse")  # written to, but where functions differentiate

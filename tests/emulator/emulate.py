@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import ctypes
+import dataclasses
 import hashlib
 import shutil
 import subprocess
@@ -17,9 +18,9 @@ from pathlib import Path
 
 import numpy as np
 from cuflash import arrays, jit, launch, tiles_fp
-from cuflash.backends import cuda, cuda_fa1, cuda_fp, packed
+from cuflash.backends import cuda, cuda_append, cuda_fa1, cuda_fp, packed
 from cuflash.device import DeviceInfo
-from cuflash.types import INDICES, ArrayView, Problem
+from cuflash.types import Append, ArrayView, Problem
 
 from .guarded import Guarded, Side
 from .translate import translate
@@ -199,7 +200,7 @@ class Emulator:
         inputs = {name: Guarded(a, side) for name in ("q", "k", "v", "bias", "mask") if (a := getattr(problem, name)) is not None}
         results = {name: Guarded(a, side, writable=True) for name in ("out", "lse") if (a := getattr(problem, name)) is not None}
         small = {name: Guarded(arrays.view(value, name), side) for name, value in launch.small_arrays(problem).items()}
-        small |= {name: Guarded(value, side) for name in INDICES if isinstance(value := getattr(problem, name), ArrayView)}
+        small |= {name: Guarded(getattr(problem, name), side) for name in problem.indices_on_device}
         moved = problem.replace(**{name: a.view for name, a in {**inputs, **results}.items()})
         pointers = {name: a.view.pointer for name, a in small.items()}
         section = cuda._section(problem, instance, info)
@@ -217,6 +218,50 @@ class Emulator:
             raise EmulationError(f"{instance.name}, {error}") from None
         for a in results.values():
             a.write_back()
+
+    def append(self, problem: Problem, new: Append, arch: int = 800, side: Side = "end") -> Problem:
+        """Do what comes before the attention of a decode call, as kv_append.cu does it; returns the problem that is left.
+
+        Parameters
+        ----------
+        problem : Problem
+            Of NumPy arrays; index arrays that are views count as arrays on the device.
+        new : Append
+        arch : int
+            CUFLASH_ARCH.
+        side : {"start", "end"}
+            Which ends of the arrays are watched to the byte.
+        """
+        given = {"q": problem.q, "lengths": new.lengths, "page_table": problem.page_table, **new.inputs}
+        if isinstance(problem.page_table, np.ndarray):
+            given["page_table"] = launch.page_entries(problem.page_table)
+        views = {name: a if isinstance(a, ArrayView) else arrays.view(a, name) for name, a in given.items() if a is not None}
+        inputs = {name: Guarded(a, side) for name, a in views.items()}
+        caches = {name: Guarded(getattr(problem, name), side, writable=True) for name in ("k", "v")}
+        fresh = {}
+        if new.rope is not None:
+            fresh["q"] = arrays.view(np.full(problem.q.shape, np.nan, problem.q.dtype), "q_turned")
+        if isinstance(new.lengths, ArrayView) and new.count:
+            fresh["kv_lengths"] = arrays.view(np.full(problem.batch, -99, np.int32), "lengths_after")
+        made = {f"new {name}": Guarded(a, side, writable=True) for name, a in fresh.items()}
+        rope = new.rope and dataclasses.replace(new.rope, cos=inputs["rope[0]"].view, sin=inputs["rope[1]"].view)
+        moved = dataclasses.replace(
+            new, rope=rope, **{name: inputs[name].view for name in ("k_new", "v_new") if name in inputs},
+            lengths=inputs["lengths"].view if isinstance(new.lengths, ArrayView) else new.lengths,
+        )
+        place = problem.replace(q=inputs["q"].view, **{name: a.view for name, a in caches.items()})
+        threads, params = cuda_append.pack(
+            place, moved, *(made[name].view if name in made else None for name in ("new q", "new kv_lengths")),
+            {name: inputs[name].view.pointer for name in ("lengths", "page_table") if name in inputs},
+        )
+        source = cuda_append.source(problem.q.dtype.name)
+        library = self.prepare_source(source, "AppendParams", arch).result()
+        if threads:
+            memory = {**inputs, **caches, **made}
+            self.execute(library, params, -(-threads // cuda_append.THREADS), cuda_append.THREADS, 0, memory)
+        for a in (*caches.values(), *made.values()):
+            a.write_back()
+        return problem.replace(**fresh)
 
 
 def chosen(problem: Problem, info: DeviceInfo, kernel: str = "fa2") -> Instance:

@@ -1,0 +1,165 @@
+"""What decode() does before it attends, as one launch on the GPU: kv_append.cu. For any backend that works on arrays of CuPy.
+
+Keys and values go into the caches, a rotary embedding turns keys and queries. The lengths and the page table may be where only the
+device can read them; a warm call waits for nothing, reads nothing back, and can be captured.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from .. import device, jit, launch
+from ..types import Append, ArrayView, Problem, name_of
+
+THREADS = 128  # of a block, APPEND_THREADS in kv_append.cu
+MOST_THREADS = 2**31 - THREADS  # of a launch: the kernel counts them in 32 bits
+
+_TAGS = {"float16": "Fp16", "bfloat16": "Bf16", "float32": "float", "float64": "double"}
+_SHORT = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "float64": "fp64"}
+_STRIDES = np.dtype((np.int64, 4))  # batch, row, head, column, in elements
+
+# AppendParams of kv_append.cu.
+PARAMS = np.dtype(
+    [
+        *((name, np.uint64) for name in (
+            "q", "k_new", "v_new", "cos", "sin", "lengths", "page_table", "q_turned", "k", "v", "lengths_after",
+        )),
+        *((f"{name}_stride", _STRIDES) for name in ("q", "k_new", "v_new", "k", "v")),
+        *((name, np.int64) for name in ("cos_row", "cos_column", "sin_row", "sin_column")),
+        *((name, np.uint32) for name in ("k_units", "v_units", "q_units", "k_total", "v_total", "q_total", "lengths_total")),
+        *((name, np.int32) for name in (
+            "q_rows", "new_keys", "heads_q", "heads_kv", "head_dim", "pairs", "interleaved", "table_float", "positions", "upper_left",
+            "k_vector", "v_vector", "q_vector", "lengths_i32", "capacity", "page_size", "max_pages", "pages",
+        )),
+        ("page_magic", np.uint32), ("page_shift", np.int32),
+    ],
+    align=True,
+)
+
+
+@functools.cache
+def source(dtype: str) -> jit.Source:
+    """The kernel for arrays of a dtype; one for all sizes, strides, dense and paged caches."""
+    name = f"kv_append_{_SHORT[dtype]}"
+    stub = (
+        f'static_assert(sizeof(AppendParams) == {PARAMS.itemsize}, "cuda_append.py mirrors the struct");\n'
+        f'static_assert(APPEND_THREADS == {THREADS}, "as cuda_append.py has it");\n'
+        f'extern "C" __global__ void __launch_bounds__(APPEND_THREADS) {name}(const __grid_constant__ AppendParams p) {{\n'
+        f"    kv_append<{_TAGS[dtype]}>(p);\n"
+        "}\n"
+    )
+    return jit.Source("kv_append.cu", stub, name)
+
+
+def instances(arch: str) -> Iterator[jit.Source]:
+    """Every instance for an architecture: for precompilation."""
+    number = int(jit.exact(arch).removeprefix("sm_").rstrip("af"))
+    yield from (source(dtype) for dtype in _TAGS if number >= 80 or dtype != "bfloat16")
+
+
+def decline(problem: Problem, new: Append) -> str | None:
+    """Why the kernel cannot append, or None."""
+    reason = jit.why_unusable()
+    if reason is not None:
+        return reason
+    info = device.probe(problem.q.device)
+    dtype = name_of(problem.q.dtype)
+    needed = (8, 0) if dtype == "bfloat16" else (7, 5)
+    if info.cc < needed:
+        return f"{dtype} needs compute capability {needed[0]}.{needed[1]}, {info.name} has {info.cc[0]}.{info.cc[1]}"
+    longest = max(problem.seqlen_q, problem.seqlen_k)
+    if longest > launch.LONGEST:
+        return f"sequences of {longest:,} rows; it takes at most {launch.LONGEST:,}"
+    threads = sum(int(count) for count in units(problem, new)[1])
+    if threads > MOST_THREADS:
+        return f"{threads:,} threads; a launch has at most {MOST_THREADS:,}"
+    return None
+
+
+@contextlib.contextmanager
+def appended(problem: Problem, new: Append) -> Iterator[Problem]:
+    """Append on CuPy's current stream; inside, the problem that attention is left with.
+
+    Its q is turned, and its kv_lengths count the new keys: on the device they are others than the user's, which stay as they are. What
+    these lie in lives until the block ends, in the stream's order.
+    """
+    place = problem.q.device
+    function = jit.function(source(name_of(problem.q.dtype)), place)
+    small: dict[str, np.ndarray] = {}
+    if isinstance(new.lengths, np.ndarray):
+        small["lengths"] = np.ascontiguousarray(new.lengths)
+    if isinstance(problem.page_table, np.ndarray):
+        small["page_table"] = launch.page_entries(problem.page_table)
+    with contextlib.ExitStack() as stack:
+        pointers = stack.enter_context(launch.uploaded(small))
+        fresh: dict[str, Any] = {}
+        if new.rope is not None:
+            fresh["q"] = stack.enter_context(launch.scratch(problem.q.shape, problem.q.dtype, place))
+        if isinstance(new.lengths, ArrayView) and new.count:
+            fresh["kv_lengths"] = stack.enter_context(launch.scratch((problem.batch,), np.dtype(np.int32), place))
+        threads, params = pack(problem, new, fresh.get("q"), fresh.get("kv_lengths"), pointers)
+        if threads:
+            launch.launch(function, -(-threads // THREADS), THREADS, 0, params, launch.stream_pointer(None))
+        yield problem.replace(**fresh) if fresh else problem
+
+
+def units(problem: Problem, new: Append) -> tuple[dict[str, int], list[int]]:
+    """How rows are cut, as fields of the struct; and the threads for keys, values, queries and lengths."""
+    pairs = 0 if new.rope is None else new.rope.cos.shape[1]
+    count = new.count
+    in_vector = 16 // problem.q.dtype.itemsize
+    fields: dict[str, int] = {}
+    totals = []
+    for name, arrays, columns, rows, turned in (
+        ("k", (new.k_new, problem.k), problem.head_dim, problem.batch * count * problem.heads_kv, pairs),
+        ("v", (new.v_new, problem.v), problem.head_dim_v, problem.batch * count * problem.heads_kv, 0),
+        ("q", (problem.q,), problem.head_dim, problem.batch * problem.seqlen_q * problem.heads_q if pairs else 0, pairs),
+    ):
+        inside = turned > 0 and new.rope is not None and new.rope.interleaved  # a pair lies in one piece of 16 bytes
+        vector = rows > 0 and launch.copy_bytes(arrays) == 16 and (inside or turned % in_vector == 0)  # type: ignore[arg-type]
+        width = in_vector if vector else 1
+        fields[f"{name}_vector"] = vector
+        fields[f"{name}_units"] = columns // width - (0 if vector and inside else turned // width)
+        totals.append(rows * fields[f"{name}_units"])
+    totals.append(problem.batch if isinstance(new.lengths, ArrayView) and count else 0)
+    return fields, totals
+
+
+def pack(
+    problem: Problem, new: Append, q_turned: ArrayView | None, lengths_after: ArrayView | None, pointers: dict[str, int],
+) -> tuple[int, np.ndarray]:
+    """Threads, and the struct of the launch. ``pointers``: device addresses of lengths and page table that came from the host."""
+    p = np.zeros(1, PARAMS)
+    fields, totals = units(problem, new)
+    values: dict[str, Any] = dict(fields)
+    values |= dict(zip(("k_total", "v_total", "q_total", "lengths_total"), totals, strict=True))
+    for name, a in (("q", problem.q), ("k", problem.k), ("v", problem.v), ("k_new", new.k_new), ("v_new", new.v_new)):
+        if a is not None:
+            values[name], values[f"{name}_stride"] = a.pointer, launch.element_strides(a, "brhc")
+    for name, a in (("lengths", new.lengths), ("page_table", problem.page_table), ("q_turned", q_turned), ("lengths_after", lengths_after)):
+        if isinstance(a, ArrayView):
+            values[name] = a.pointer
+    if new.rope is not None:
+        for name, a in (("cos", new.rope.cos), ("sin", new.rope.sin)):
+            values[name] = a.pointer
+            values[f"{name}_row"], values[f"{name}_column"] = launch.element_strides(a, "rc")[1::2]
+        values |= {
+            "positions": new.rope.cos.shape[0], "pairs": new.rope.cos.shape[1], "interleaved": new.rope.interleaved,
+            "table_float": new.rope.cos.dtype == np.float32,
+        }
+    values |= {
+        "q_rows": problem.seqlen_q, "new_keys": new.count, "heads_q": problem.heads_q, "heads_kv": problem.heads_kv,
+        "head_dim": problem.head_dim, "upper_left": problem.align == "upper_left", "lengths_i32": new.lengths.dtype == np.int32,
+        "capacity": problem.seqlen_k,
+    }
+    if problem.paged:
+        values |= {"page_size": problem.page_size, "max_pages": problem.page_table.shape[1], "pages": problem.k.shape[0]}
+        values["page_magic"], values["page_shift"] = launch.page_divisor(problem.page_size)
+    for name, value in {**values, **pointers}.items():
+        p[0][name] = value
+    return sum(totals), p
