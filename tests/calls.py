@@ -90,13 +90,15 @@ def _lay_out(q: np.ndarray, k: np.ndarray, v: np.ndarray, case: Case) -> list[np
 
 
 class Plain(NamedTuple):
-    """Canonical arrays and options of a case; keys that nobody may see are 0."""
+    """Canonical arrays and options of a case; keys that nobody may see are 0. q and k are those that decode() has turned."""
 
     q: np.ndarray
     k: np.ndarray
     v: np.ndarray
     options: dict[str, Any]
     rng: np.random.Generator
+    given_q: np.ndarray  # before
+    given_k: np.ndarray
 
 
 def plain(case: Case, dtype: np.dtype) -> Plain:
@@ -117,7 +119,36 @@ def plain(case: Case, dtype: np.dtype) -> Plain:
         options["kv_start"] = np.array(case.kv_start)
     for a in (k, v):
         a[unused_keys(case)] = 0
-    return Plain(q, k, v, options, rng)
+    given_q, given_k = q, k
+    if case.rope is not None:
+        first = np.zeros(s.b, int) if "causal" in options and options["causal"] == "upper_left" else options["kv_lengths"] - s.sq
+        q = turned(q, first[:, None] + np.arange(s.sq), case)
+        k = np.where((new_keys(case))[..., None, None], turned(k, np.arange(s.sk)[None].repeat(s.b, 0), case), k)
+    return Plain(q, k, v, options, rng, given_q, given_k)
+
+
+def new_keys(case: Case) -> np.ndarray:
+    """(B, Sk) bool: keys that decode() appends."""
+    j, ends = np.arange(case.shape.sk), np.reshape(case.kv_lengths, (-1, 1))
+    return (j >= ends - case.new) & (j < ends)
+
+
+def angles(case: Case) -> np.ndarray:
+    """Of the embedding of a case, (positions, rot / 2)."""
+    half = case.rope[1] // 2
+    return np.arange(case.shape.sk)[:, None] * 10000.0 ** (-np.arange(half) / half)
+
+
+def turned(x: np.ndarray, positions: np.ndarray, case: Case) -> np.ndarray:
+    """x (B, n, H, D) turned by the angles of positions (B, n): as complex numbers, rounded once."""
+    style, rot = case.rope
+    theta = np.sign(positions)[..., None] * angles(case)[abs(positions)]
+    cos, sin = (f(theta).astype(np.float32).astype(np.float64) for f in (np.cos, np.sin))  # as the tables have them
+    first, second = (slice(0, rot, 2), slice(1, rot, 2)) if style == "interleaved" else (slice(0, rot // 2), slice(rot // 2, rot))
+    wide = x.astype(np.float64)
+    z = (wide[..., first] + 1j * wide[..., second]) * (cos + 1j * sin)[:, :, None]
+    wide[..., first], wide[..., second] = z.real, z.imag
+    return wide.astype(x.dtype)
 
 
 def unused_keys(case: Case) -> np.ndarray:
@@ -245,15 +276,21 @@ def _present_attention(case: Case, p: Plain, k: np.ndarray, v: np.ndarray, optio
 def _present_decode(case: Case, p: Plain, k: np.ndarray, v: np.ndarray, options: dict[str, Any], out_dtype: np.dtype) -> Call:
     """The last ``new`` keys of each sequence come beside the cache, in which their places hold NaN."""
     before = np.array(case.kv_lengths) - case.new
-    q, k_cache, v_cache = _lay_out(p.q, k, v, case)
+    if case.entries is not None:  # others than those of the sequences hold NaN
+        of_entry = [{e: b for b, e in enumerate(case.entries)}.get(n) for n in range(max(case.entries) + 2)]
+        k, v = (np.stack([np.full_like(a[0], np.nan) if b is None else a[b] for b in of_entry]) for a in (k, v))
+        options["cache_batch_index"] = np.array(case.entries)
+    q, k_cache, v_cache = _lay_out(p.given_q, k, v, case)
     if case.page_size:
         k_cache, v_cache = paged(case, p, options)
     options.pop("kv_lengths")
+    if case.rope is not None:
+        options["rope"] = (*(f(angles(case)).astype(np.float32) for f in (np.cos, np.sin)), case.rope[0])
     call = Call(cuflash.decode, (q, k_cache, v_cache, before), options, *_buffers(case, p, out_dtype), case)
     if case.new:
         rows = before[:, None] + np.arange(case.new)
         of_sequence = np.arange(case.shape.b)[:, None]
-        for name, cache, source in (("k_new", k_cache, p.k), ("v_new", v_cache, p.v)):
+        for name, cache, source in (("k_new", k_cache, p.given_k), ("v_new", v_cache, p.v)):
             options[name] = STRIDES[case.strides](to_user(source[of_sequence, rows], case))
             call.appended.append((name, cache, cache.copy()))
             places = _places(cache, case, options.get("page_table"), rows)
@@ -270,7 +307,7 @@ def _places(cache: np.ndarray, case: Case, table: np.ndarray | None, rows: np.nd
             a = a if case.layout == "BSHD" else a.transpose(0, 2, 1, 3)
             for b, row in enumerate(rows):
                 if table is None:
-                    a[b, row] = value
+                    a[b if case.entries is None else case.entries[b], row] = value
                 else:
                     a[table[b, row // case.page_size], row % case.page_size] = value
 
@@ -343,6 +380,11 @@ def run(call: Call, target: Target) -> None:
     for a, before in inputs:
         assert a.tobytes() == before, "an input was changed"
     for name, cache, after in call.appended:
+        if name == "k_new" and call.case.rope is not None:  # turned in the compute dtype: the last digit may differ
+            got, want = (np.nan_to_num(a.astype(np.float64), nan=1e9) for a in (cache, after))
+            near = abs(got - want) <= 4 * float(compare.ml_dtypes.finfo(cache.dtype).eps) * np.where(want == 1e9, 0, 4)
+            assert near.all(), f"{name}: the cache holds something else than the old and the new keys"
+            continue
         assert cache.tobytes() == after.tobytes(), f"{name}: the cache holds something else than the old and the new keys"
 
 

@@ -83,6 +83,7 @@ def absent(target: Target, dtype: np.dtype, options: Mapping[str, Any]) -> list[
     asked |= {dtype.name, "strides"} | ({"sqdist"} if options.get("score") == "sqdist" else set())
     if np.ndim(options.get("scale")) == 0 and options.get("scale") == 0:
         asked.add("scale of 0")
+    asked |= {"page_table"} if "cache_batch_index" in asked else set()  # which is one
     out_dtype = np.dtype(options.get("out_dtype", dtype))
     if out_dtype != dtype:
         asked |= {f"{dtype.name} to {out_dtype.name}"} | ({"out"} if target.kernel == "naive" else set())
@@ -132,6 +133,8 @@ class Case:
     page_size: int = 0  # paged cache; needs kv_lengths
     decode: bool = False
     new: int = 0  # keys that decode() appends; kv_lengths counts them already
+    rope: tuple[str, int] | None = None  # style and features that are turned
+    entries: tuple[int, ...] | None = None  # cache_batch_index of decode()
 
     def rng(self) -> np.random.Generator:
         return np.random.default_rng(list(self.name.encode()))
@@ -396,6 +399,23 @@ DECODE = tuple(
     case("decode-window-sinks", "2,1,200,4,2,16", fixed(window=(64, 0)), sinks, decode=True, kv_lengths=(200, 30)),
     case("decode-long", "1,1,4100,8,1,64", decode=True, kv_lengths=(4099,)),
     case("decode-transposed-new", "2,3,70,4,2,8", causal, decode=True, new=3, strides="transposed", kv_lengths=(70, 3)),
+    *(
+        case(
+            f"decode-rope-{style}-{rot}-of-{d}-{'paged' if page else 'dense'}", f"3,{sq},70,4,2,{d}", causal, decode=True, new=new,
+            page_size=page, rope=(style, rot), kv_lengths=(70, 3, 33),
+        )
+        for style, rot, d, sq, new, page in (
+            ("half", 16, 16, 1, 1, 0), ("interleaved", 16, 16, 1, 1, 16), ("half", 8, 16, 3, 3, 3), ("interleaved", 6, 9, 3, 2, 0),
+            ("half", 32, 64, 2, 0, 0),
+        )
+    ),
+    case("decode-rope-heads-first", "2,2,70,4,2,16", causal, decode=True, new=2, rope=("half", 16), layout="BHSD", kv_lengths=(70, 3)),
+    case("decode-rope-padding", "2,1,70,4,2,16", decode=True, new=1, rope=("half", 16), kv_lengths=(70, 30), kv_start=(3, 20)),
+    case("decode-rope-more-queries-than-keys", "2,5,70,4,2,16", decode=True, new=1, rope=("half", 16), kv_lengths=(70, 3)),
+    case("decode-rope-upper-left", "2,3,70,4,2,16", upper_left, decode=True, new=1, rope=("half", 16), kv_lengths=(70, 3)),
+    case("decode-rope-strided", "2,3,70,4,2,16", causal, decode=True, new=3, rope=("half", 16), strides="every_other", kv_lengths=(70, 3)),
+    case("decode-entries", "3,2,70,4,2,16", causal, decode=True, new=2, entries=(4, 0, 3), kv_lengths=(70, 3, 20)),
+    case("decode-entries-heads-first", "3,1,70,4,2,16", causal, decode=True, entries=(1, 3, 0), layout="BHSD", kv_lengths=(70, 3, 20)),
     case("decode-splits-7", "2,1,700,4,2,16", fixed(num_splits=7), decode=True, kv_lengths=(700, 3)),
 )
 
@@ -443,6 +463,7 @@ def in_miniature(c: Case) -> Case:
         packed=packed,
         page_size=min(c.page_size, 3),
         new=short(c.new),
+        rope=c.rope and (c.rope[0], 2),
         dtypes=(c.dtypes[len(c.name) % len(c.dtypes)],),
     )
 

@@ -13,7 +13,7 @@ import pytest
 from cuflash import NoBackendError
 
 SIMULATED = os.environ.get("NUMBA_ENABLE_CUDASIM") == "1"  # Numba runs CUDA kernels on the host, on NumPy arrays
-ON_DEVICE = {"bias", "mask", "out", "lse", "dlse", "k_new", "v_new"}  # options that are arrays of the device; the rest stays on the host
+ON_DEVICE = {"bias", "mask", "out", "lse", "dlse", "k_new", "v_new"}  # options that are arrays of the device, as those in rope; the rest stays on the host
 
 
 def gpu_wanted() -> bool:
@@ -88,6 +88,8 @@ def call(target: Any, function: Callable, args: tuple, options: dict[str, Any], 
     carrier = Carrier()
     moved = [carrier.there(a) if n < arrays else a for n, a in enumerate(args)]
     there = {name: carrier.there(x) if name in ON_DEVICE and x is not None else x for name, x in options.items()}
+    if options.get("rope") is not None:
+        there["rope"] = (*map(carrier.there, options["rope"][:2]), options["rope"][2])
     result = function(*moved, **there)
     carrier.back()
     given = {id(there[name]): options[name] for name in ("out", "lse") if there.get(name) is not None}

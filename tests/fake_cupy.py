@@ -19,7 +19,7 @@ import pytest
 
 import cuflash
 from cuflash import device, jit, launch
-from cuflash.backends import cuda
+from cuflash.backends import cuda, cuda_append
 from cuflash.types import INDICES
 
 ALIGNMENT = 256
@@ -50,7 +50,7 @@ class FakeArray:
         return self._view(self.host[index])
 
     def __setitem__(self, index: Any, value: Any) -> None:
-        self.host[index] = value
+        self.host[index] = getattr(value, "host", value)
 
     def get(self) -> np.ndarray:
         return self.host.copy()
@@ -69,12 +69,22 @@ class Gpu:
         self.before: list[Any] = []  # called with the struct before a launch computes
         self.capturing = False
         self.waited = 0  # times that somebody waited for the device
+        self.allocated: dict[int, FakeArray] = {}  # in stream captures
+        self.freed: list[FakeArray] = []
 
     @classmethod
     def current(cls) -> Any:
         if not hasattr(cls._local, "device"):
             cls._local.device, cls._local.stream = 0, 0
         return cls._local
+
+    def malloc(self, size: int, stream: int) -> int:
+        array = FakeArray((size,), np.uint8)
+        self.allocated[array.data.ptr] = array
+        return array.data.ptr
+
+    def free(self, pointer: int, stream: int) -> None:
+        self.freed.append(self.allocated.pop(pointer))  # not gone: a graph has it back when it is replayed
 
     def synchronize(self) -> None:
         self.waited += 1
@@ -93,7 +103,7 @@ class Gpu:
         def run(grid: tuple, block: tuple, args: tuple, shared: int = 0, stream: Any = None) -> None:
             (params,) = args
             assert params.dtype.fields is None and params.shape == (1,) and shared == shared_memory
-            params = params.view(launch.PREFILL_PARAMS)
+            params = params.view(cuda_append.PARAMS if source.file == "kv_append.cu" else launch.PREFILL_PARAMS)
             for hook in self.before:
                 hook(params)
             p = params.copy()[0]  # CUDA copies it before the launch returns
@@ -133,18 +143,64 @@ def clear(name: str, p: np.ndarray) -> None:
         memory(p["lse"], np.float32, (heads, rows), [p["lse_stride"][n] for n in (2, 1)])[:, unowned] = -np.inf
 
 
+def append_rows(p: np.ndarray) -> None:
+    """What kv_append writes in float16, key by key."""
+    number = {name: int(p[name]) for name in p.dtype.names if p.dtype[name].kind in "iu" and p.dtype[name].shape == ()}
+    batch, n, rows, d, dv, hk, hq = (
+        number[name] for name in ("batch", "new_keys", "q_rows", "head_dim", "head_dim_v", "heads_kv", "heads_q")
+    )
+    lengths = memory(p["lengths"], np.int32 if number["lengths_i32"] else np.int64, (batch,), (1,)).copy()
+    table = memory(p["page_table"], np.int32, (batch, number["max_pages"]), (number["max_pages"], 1)) if p["page_table"] else None
+
+    def turned(x: np.ndarray, position: int) -> np.ndarray:
+        if not number["pairs"]:
+            return x
+        assert number["table_float"] and not number["interleaved"]
+        half = number["pairs"]
+        cos, sin = (
+            memory(p[name], np.float32, (number["positions"], half), (p[f"{name}_row"], p[f"{name}_column"]))[abs(position)]
+            for name in ("cos", "sin")
+        )
+        a, b = (x[..., part].astype(np.float32) for part in (slice(0, half), slice(half, 2 * half)))
+        sin = np.sign(position) * sin
+        return np.concatenate([a * cos - b * sin, b * cos + a * sin, x[..., 2 * half :].astype(np.float32)], -1).astype(np.float16)
+
+    def row(name: str, b: int, r: int, heads: int, size: int) -> np.ndarray:
+        stride = p[f"{name}_stride"]
+        return memory(int(p[name]) + 2 * int(b * stride[0] + r * stride[1]), np.float16, (heads, size), stride[2:])
+
+    for b in range(batch):
+        before, fits = int(lengths[b]), 0 <= lengths[b] <= number["capacity"] - n
+        after = before + n if fits else min(max(before, 0), number["capacity"])
+        for t in range(n if fits else 0):
+            place = (b, before + t) if table is None else (table[b, (before + t) // number["page_size"]], (before + t) % number["page_size"])
+            if table is None or 0 <= place[0] < number["pages"]:
+                row("k", *place, hk, d)[...] = turned(row("k_new", b, t, hk, d), before + t)
+                row("v", *place, hk, dv)[...] = row("v_new", b, t, hk, dv)
+        for r in range(rows if number["pairs"] else 0):
+            memory(int(p["q_turned"]) + 2 * (b * rows + r) * hq * d, np.float16, (hq, d), (d, 1))[...] = turned(
+                row("q", b, r, hq, d), r if number["upper_left"] else after - rows + r
+            )
+        if number["lengths_total"]:
+            memory(p["lengths_after"], np.int32, (batch,), (1,))[b] = after
+
+
 def compute(name: str, p: np.ndarray) -> None:
     """What an instance of prefill_fa2 writes, by the oracle."""
     if name.startswith("clear_rows"):
         clear(name, p)
+        return
+    if name.startswith("kv_append"):
+        append_rows(p)
         return
     dtype = ml_dtypes.bfloat16 if "_bf16_" in name else np.float16
     b, hq, hk, rows, keys = (int(p[x]) for x in ("batch", "heads_q", "heads_kv", "q_rows", "k_rows"))
     d, dv = int(p["head_dim"]), int(p["head_dim_v"])
     packed = 1 if p["cu_seqlens_q"] else 0  # arrays without a batch axis
     q = memory(p["q"], dtype, (b, rows, hq, d)[packed:], p["q_stride"][packed:])
-    k = memory(p["k"], dtype, (b, keys, hk, d)[packed:], p["k_stride"][packed:])
-    v = memory(p["v"], dtype, (b, keys, hk, dv)[packed:], p["v_stride"][packed:])
+    stored = (int(p["pages"]), int(p["page_size"])) if p["page_table"] else (b, keys)
+    k = memory(p["k"], dtype, (*stored, hk, d)[packed:], p["k_stride"][packed:])
+    v = memory(p["v"], dtype, (*stored, hk, dv)[packed:], p["v_stride"][packed:])
     out = memory(p["out"], dtype, (b, rows, hq, dv)[packed:], p["out_stride"][packed:])
     window = tuple(-1 if p[x] == launch.NO_LIMIT else int(p[x]) for x in ("window_left", "window_right"))
     options: dict[str, Any] = {"window": window, "scale": float(p["scale"]) / launch.LOG2E, "backend": "reference"}
@@ -153,6 +209,8 @@ def compute(name: str, p: np.ndarray) -> None:
     if p["upper_left"]:
         options["causal"] = "upper_left"
     index = index_arrays(p)
+    if p["page_table"]:
+        options["page_table"] = memory(p["page_table"], np.int32, (b, int(p["max_pages"])), (int(p["max_pages"]), 1))
     function, cu = cuflash.attention, []
     if packed:
         function, cu = cuflash.attention_varlen, [index.pop("cu_seqlens_q"), index.pop("cu_seqlens_k")]
@@ -177,6 +235,7 @@ def pretended_gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
     cupy.asarray = lambda a: FakeArray((), host=np.array(a))
     runtime.getDevice = lambda: fake.current().device
     runtime.streamIsCapturing = lambda stream: fake.capturing
+    runtime.mallocAsync, runtime.freeAsync = fake.malloc, fake.free
     cupy_cuda.Device = lambda ordinal: fake.using(device=ordinal)
     cupy_cuda.get_current_stream = lambda: SimpleNamespace(ptr=fake.current().stream)
     cupy_cuda.Stream = SimpleNamespace(from_external=lambda stream: fake.using(stream=stream.__cuda_stream__()[1]))

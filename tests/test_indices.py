@@ -160,10 +160,6 @@ def test_forms_that_are_refused(gpu):
         cuflash.attention_varlen(*flat, index([]), index([0, 4]))
     with refused(ValueError, "max_seqlen_q:", "-1"):
         cuflash.attention_varlen(*flat, index([0, 4]), index([0, 4]), max_seqlen_q=-1)
-    with refused(NotImplementedError, "kv_lengths:", "k_new"):
-        cuflash.decode(*a, index([1, 2]), k_new=a[1][:, :1], v_new=a[2][:, :1])
-    with refused(NotImplementedError, "mask:", "kv_lengths on the host"):
-        cuflash.attention(*a, kv_lengths=index([6, 7]), mask=there(np.ones((5, 5), bool)))
     with pytest.raises(cuflash.NoBackendError, match="cuda/naive: kv_lengths on the device; it needs the numbers on the host"):
         cuflash.attention(*a, kv_lengths=index([6, 7]), kernel="naive", backend="cuda")
     with pytest.raises(ValueError, match="kv_lengths: on the device"):
