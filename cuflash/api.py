@@ -66,7 +66,8 @@ def attention(
     kv_start : array_like of int, shape (B,), optional
         Keys before this one are padding (left padding). Positions do not change. On a GPU as kv_lengths.
     page_table : array_like of int, shape (B, max_pages), optional
-        k and v are pages; key j of sequence b is row j % page_size of page page_table[b, j // page_size]. Needs kv_lengths.
+        k and v are pages; key j of sequence b is row j % page_size of page page_table[b, j // page_size]. Needs kv_lengths. On a GPU
+        as kv_lengths, in int32: rows that see a key of a page that there is not become NaN.
     q_scale, k_scale, v_scale : not supported yet (scales of float8 arrays)
     precision : {None, "tf32"}
         "tf32" permits a GPU to multiply float32 in TF32; it changes nothing elsewhere.
@@ -245,13 +246,21 @@ def decode(
         Sq is small: one new token, or a few.
     k_cache, v_cache : ndarray, shape (B, Smax, Hkv, D) and (B, Smax, Hkv, Dv), or (pages, page_size, Hkv, D) with ``page_table``
     kv_lengths : array_like of int, shape (B,), or int
-        Keys that each sequence has in the cache *before* the new ones. Not modified.
+        Keys that each sequence has in the cache *before* the new ones. Not modified. It may be on the GPU, see `attention`.
     page_table : array_like of int, shape (B, max_pages), optional
+        May be on the GPU as int32. With kv_lengths there as well, a captured CUDA graph follows both.
     k_new, v_new : ndarray, shape (B, n, Hkv, D) and (B, n, Hkv, Dv), optional
         Written to the cache behind the keys that are there; the queries see them (with ``causal=True`` up to their own
-        position). Where they do not fit, ValueError is raised and nothing is written.
-    rope, cache_batch_index : optional
-        Not supported yet.
+        position). Where they do not fit, ValueError is raised and nothing is written. Of kv_lengths on a GPU that cannot be told: a
+        sequence without room for all of them, or of negative length, gets none, and its queries see the keys that it has.
+    rope : (ndarray, ndarray, {"interleaved", "half"}), optional
+        Rotary embedding: (cos, sin, style), tables of shape (positions, rot / 2) in float32 or q's dtype with rot <= D. Turns k_new as
+        it is written, the key that becomes key j by row j, and q by its position i (see ``causal``; -n turns the other way). The first
+        rot features are turned in pairs: (0, 1), (2, 3), ... in style "interleaved", else (0, rot / 2), (1, rot / 2 + 1), ...
+        Keys in the cache are taken as they are. A position beyond the tables is a ValueError, or NaN where only the GPU knows it.
+    cache_batch_index : array_like of int, shape (B,), optional
+        Sequence b is entry cache_batch_index[b] of caches (C, Smax, Hkv, D), C of any size. Entries that take new keys must be
+        distinct. May be on the GPU as int32. Not with ``page_table``, which has a row for each sequence.
     **options
         As for `attention`; a few queries of one sequence usually want ``causal=True``, which for Sq = 1 changes nothing.
 
@@ -269,6 +278,7 @@ def decode(
     ----------
     Dao et al., "Flash-Decoding for long-context inference", 2023 (split keys, then an exact merge).
     Kwon et al., "Efficient Memory Management for Large Language Model Serving with PagedAttention", arXiv:2309.06180.
+    Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", arXiv:2104.09864.
 
     Examples
     --------

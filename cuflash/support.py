@@ -134,7 +134,7 @@ ROWS: dict[str, Build] = {
     "attention_varlen": _varlen,
     "decode": _decode(),
     "decode: k_new, v_new": _append,
-    "decode: rope": _decode(rope=(np.ones((_KEYS, 4)), np.zeros((_KEYS, 4)), "half")),
+    "decode: rope": _decode(rope=(np.ones((_KEYS, 4), np.float32), np.zeros((_KEYS, 4), np.float32), "half")),
     "decode: cache_batch_index": _decode(cache_batch_index=[0, 1]),
     "attention_backward": _backward,
     "attention_varlen_backward": _varlen_backward,

@@ -213,3 +213,137 @@ def test_forms_with_fewer_axes():
     pages = [x.reshape(3, 2, 1, 8).copy() for x in (k, v)]
     paged = cuflash.decode(flat[0], *pages, 3, page_table=[[0, 1, 2]], k_new=flat[3], v_new=flat[3], backend="reference")
     assert np.array_equal(paged, two[0])
+
+
+# --- rotary embedding, and entries of a larger cache -----------------------------------------------------------------
+
+
+def tables(positions: int, half: int, dtype=np.float32) -> tuple[np.ndarray, np.ndarray]:
+    angles = np.arange(positions)[:, None] * 10000.0 ** (-np.arange(half) / half)
+    return np.cos(angles).astype(dtype), np.sin(angles).astype(dtype)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("style", ["half", "interleaved"])
+def test_an_embedding_sees_distances_alone(form, style):
+    """Keys appended one by one, then queries: every logit depends on where query and key stand to each other, in both styles."""
+    results = []
+    for shift in (0, 2):
+        state = State(form, new=1, lengths=(shift, shift))
+        for name in ("k_cache", "v_cache"):
+            state.arrays[name][...] = np.nan
+        rng = np.random.default_rng(5)
+        for step in range(3):
+            for name in ("q", "k_new", "v_new"):
+                state.arrays[name][...] = rng.standard_normal(state.arrays[name].shape)
+            lengths = np.array([shift + step] * 2)
+            out, lse = state.decode(
+                kv_lengths=lengths, rope=(*tables(8, 4), style), kv_start=[shift, shift], causal=True, return_lse=True,
+            )
+        results.append((out, lse))
+    (a, b), (c, d) = results
+    np.testing.assert_allclose(a, c, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(b, d, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_what_an_embedding_does(form):
+    """Row n of the tables for key n, whatever the layout; features behind rot as they are; a quarter turn by hand."""
+    state = State(form, new=2, lengths=(3, 5))
+    turns = np.array([0, 1, 2, 3, 4, 5, 6, 7])[:, None] * np.array([[np.pi / 2, 0.0]])
+    before, q = state.arrays["k_new"].copy(), state.arrays["q"].copy()
+    out = state.decode(rope=(np.cos(turns).astype(np.float32), np.sin(turns).astype(np.float32), "half"), causal=True)
+    bshd = (0, 2, 1, 3) if state.layout == "BHSD" else (0, 1, 2, 3)
+    cache, new, given_q = (x.transpose(bshd) for x in (state.arrays["k_cache"], before, q))
+
+    def by_hand(x: np.ndarray, position: int) -> np.ndarray:
+        y = x.copy()
+        for _ in range(position % 4):
+            y[..., 0], y[..., 2] = -y[..., 2].copy(), y[..., 0].copy()
+        return y
+
+    turned_q = given_q.copy()
+    for b, n in enumerate((3, 5)):
+        whole = cache[b] if "page_table" not in state.arrays else cache[state.arrays["page_table"][b]].reshape(8, 2, 8)
+        for t in range(2):
+            np.testing.assert_allclose(whole[n + t], by_hand(new[b, t], n + t), rtol=1e-5, atol=1e-6)
+            turned_q[b, t] = by_hand(given_q[b, t], n + t)
+    state.arrays["q"] = turned_q.transpose(bshd)
+    again = state.decode(k_new=None, v_new=None, kv_lengths=[5, 7], causal=True)
+    np.testing.assert_allclose(out, again, rtol=1e-4, atol=1e-5)
+    assert np.array_equal(state.arrays["k_new"], before), "inputs stay as they are"
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_embeddings_that_do_not_fit_change_nothing(form):
+    state = State(form)
+    cos, sin = tables(8, 4)
+    for bad, words in ((cos, "ndarray"), ((cos, sin), "2 entries"), ([cos, sin, "half", 1], "4 entries"), ("half", "str")):
+        state.refuses(TypeError, "rope:", words, "(cos, sin, 'half')", rope=bad)
+    state.refuses(ValueError, "rope[2]:", "'neox'", "'interleaved', 'half'", rope=(cos, sin, "neox"))
+    state.refuses(TypeError, "rope[2]:", "True", rope=(cos, sin, True))
+    state.refuses(TypeError, "rope[0]:", "float64", "float32", rope=(cos.astype(float), sin, "half"))
+    state.refuses(TypeError, "rope[1]:", "list", rope=(cos, sin.tolist(), "half"))
+    state.refuses(ValueError, "rope[0]:", "(8, 5)", "from 1 to 4", rope=(*tables(8, 5), "half"))
+    state.refuses(ValueError, "rope[0]:", "(8, 0)", rope=(cos[:, :0], sin[:, :0], "half"))
+    state.refuses(ValueError, "rope[0]:", "(8,)", rope=(cos[:, 0], sin[:, 0], "half"))
+    state.refuses(ValueError, "rope[1]:", "(7, 4)", "(8, 4)", rope=(cos, sin[1:], "half"))
+    state.refuses(ValueError, "rope:", "6 positions (0 to 5)", "sequence 1 reaches 6", rope=(*tables(6, 4), "half"))
+    state.refuses(ValueError, "rope:", "0 positions", rope=(*tables(0, 4), "half"))
+    queries = {"q": normal(2, 8, 4, 8) if state.layout == "BSHD" else normal(2, 4, 8, 8), "k_new": None, "v_new": None}
+    state.refuses(ValueError, "rope:", "4 positions", "sequence 0 reaches 5", rope=(*tables(4, 4), "half"), kv_lengths=[3, 4], **queries)
+    state.decode(rope=(*tables(6, 4), "half"), kv_lengths=[3, 4], **queries)
+
+
+def test_tables_that_share_memory_with_a_cache_or_result_change_nothing():
+    state = State()
+    cos, sin = tables(8, 4)
+    out = np.zeros((2, 2, 4, 6), np.float32)
+    state.refuses(ValueError, "k_cache:", "overlaps rope[1]", rope=(cos, state.arrays["k_cache"][0, :, 0, :4], "half"))
+    state.refuses(ValueError, "out:", "overlaps rope[0]", rope=(out.reshape(-1)[:32].reshape(8, 4), sin, "half"), out=out)
+
+
+@pytest.mark.parametrize("layout", ["BSHD", "BHSD"])
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+def test_entries_of_a_larger_cache(layout, backend):
+    state = State("dense" if layout == "BSHD" else "dense BHSD", lengths=(3, 5))
+    larger = {name: np.concatenate([np.full_like(state.arrays[name][:1], np.nan), state.arrays[name][::-1]]) for name in ("k_cache", "v_cache")}
+    out = state.decode(cache_batch_index=[2, 1], backend=backend, **larger)
+    assert np.array_equal(out, state.decode(backend=backend))
+    for name, cache in larger.items():
+        assert np.array_equal(cache[[2, 1]], state.arrays[name]) and np.isnan(cache[0]).all()
+
+
+def test_entries_may_be_shared_where_nothing_is_written():
+    state = State()
+    given = {"k_new": None, "v_new": None, "kv_lengths": [6, 3]}
+    assert np.array_equal(state.decode(cache_batch_index=[1, 1], **given)[0], state.decode(**given, k_cache=state.arrays["k_cache"][[1, 1]],
+                          v_cache=state.arrays["v_cache"][[1, 1]])[0])  # fmt: skip
+
+
+def test_entries_that_do_not_fit_change_nothing():
+    state = State()
+    state.refuses(ValueError, "cache_batch_index:", "2 at index 1", "from 0 to 1", cache_batch_index=[0, 2])
+    state.refuses(ValueError, "cache_batch_index:", "-1 at index 0", cache_batch_index=[-1, 0])
+    state.refuses(ValueError, "cache_batch_index:", "1 at index 0 and again at 1", "distinct", cache_batch_index=[1, 1])
+    state.refuses(ValueError, "cache_batch_index:", "(3,)", "(batch,)", cache_batch_index=[0, 1, 2])
+    state.refuses(TypeError, "cache_batch_index:", "float64", cache_batch_index=[0.0, 1.0])
+    state.refuses(ValueError, "kv_lengths:", "8 keys at index 1 plus 2", cache_batch_index=[1, 0], kv_lengths=[3, 8])
+    three = {name: state.arrays[name][0] for name in ("q", "k_cache", "v_cache", "k_new", "v_new")}
+    state.refuses(ValueError, "k_cache:", "(8, 2, 8)", "4 axes", cache_batch_index=[0], kv_lengths=[3], **three)
+    empty = {name: state.arrays[name][:, :0] for name in ("k_cache", "v_cache", "k_new", "v_new")}
+    state.refuses(ValueError, "k_cache:", "room for a key", cache_batch_index=[0, 1], kv_lengths=[0, 0], **empty)
+    State("paged").refuses(ValueError, "cache_batch_index:", "page_table[index]", cache_batch_index=[0, 1])
+
+
+def test_case_41_a_full_cache_and_a_row_too_long():
+    """Capacity 32 with 32 keys takes no other; 2 pages of 16 hold no 33 keys; neighbours stay as they are."""
+    memory = normal(4, 32, 2, 8)
+    before, new = memory.copy(), normal(1, 1, 2, 8)
+    with refused(ValueError, "kv_lengths:", "32 keys at index 0 plus 1", "nothing was written"):
+        cuflash.decode(normal(1, 1, 2, 8), memory[1:2], memory[2:3], [32], k_new=new, v_new=new)
+    pages = memory.reshape(8, 16, 2, 8)
+    for lengths, options in (([33], {}), ([32], {"k_new": new, "v_new": new}), ([31], {"k_new": new[:, [0, 0]], "v_new": new[:, [0, 0]]})):
+        with refused(ValueError, "kv_lengths:"):
+            cuflash.decode(normal(1, 1, 2, 8), pages[2:4], pages[4:6], lengths, page_table=[[0, 1]], **options)
+    assert np.array_equal(memory, before)

@@ -8,7 +8,7 @@ import re
 
 import pytest
 from cuflash import jit
-from cuflash.backends import cuda, cuda_fa1, cuda_fp
+from cuflash.backends import cuda, cuda_append, cuda_fa1, cuda_fp
 
 pytestmark = pytest.mark.skipif(jit.why_unusable() is not None, reason=f"kernels cannot be compiled here: {jit.why_unusable()}")
 
@@ -70,6 +70,16 @@ def test_two_instances_of_fa1_for_every_other_gpu(arch, d):
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_one_instance_in_float32_and_float64_for_every_other_gpu(arch, dtype):
     check(arch, next(i for i in cuda_fp.common(cuda.representative(arch)) if i.d == 128 and i.dtype == dtype))
+
+
+@pytest.mark.parametrize("arch", [*WHOLE, *ONE_EACH])
+def test_the_kernel_that_appends(arch):
+    sources = list(cuda_append.instances(arch))
+    assert len(sources) == 3 + (arch != "sm_75")
+    for source in sources:
+        text = jit.compile_cubin(source, arch)[1]
+        assert re.search("0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads", text) and "warning" not in text.lower(), text
+        assert int(re.search(r"Used (\d+) registers", text)[1]) * cuda_append.THREADS * 8 <= REGISTERS_SM, text
 
 
 @pytest.mark.parametrize("as_arch", ["sm_75", "sm_80", "sm_86"])

@@ -284,3 +284,26 @@ def test_a_row_that_sees_a_key_of_a_bad_page_is_nan_and_no_other(emulator):
 def test_instances():
     assert {s.name for s in cuda_append.instances("sm_90a")} == {f"kv_append_{t}" for t in ("fp16", "bf16", "fp32", "fp64")}
     assert not any("bf16" in s.name for s in cuda_append.instances("sm_75"))
+
+
+@pytest.mark.parametrize(("dtype", "gpu"), [(F16, H200), (F16, T4), (F32, H200), (F64, T4)], ids=str)
+@pytest.mark.parametrize("page", [0, 4])
+def test_a_tree_of_which_the_device_knows_where_it_hangs(emulator, dtype, gpu, page):
+    """A mask of the last keys beside lengths on the device; where a sequence has fewer keys than the tree, its last columns count."""
+    rng = np.random.default_rng(3)
+    rows, lengths = 4, (24, 9, 2)
+    tree = np.tril(rng.random((rows, rows)) < 0.6) | np.eye(rows, dtype=bool)
+    g = given(Shape(new=0, rows=rows, page=page, lengths=(24, 9, 4)), dtype)
+    problem, _ = problems.build_decode(*g.args, **g.options, mask=tree)
+    assert problem.mask_is_tail
+    out, lse = np.full(g.args[0].shape, np.nan, dtype), np.full((B, 4, rows), np.nan, F64 if dtype == F64 else F32)
+    problem = problems.with_outputs(problem, out, lse, True, "BSHD", 4)[0]
+    whole = np.ones((B, 1, rows, KEYS), bool)
+    for b, n in enumerate(lengths):
+        whole[b, 0, :, max(0, n - rows) : n] = tree[:, max(0, rows - n) :]
+    want_problem, _ = problems.build_decode(*g.args[:3], np.array(lengths), **g.options, mask=whole)
+    moved, _ = on_device(problem, Append(np.array(lengths)))
+    emulator.run(moved, gpu)
+    want = compare.expect([want_problem])
+    compare.assert_close(out, want.out[0], want.out_bound, "out")
+    compare.assert_close(lse, want.lse[0], want.lse_bound, "lse")
