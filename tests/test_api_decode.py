@@ -336,14 +336,18 @@ def test_entries_that_do_not_fit_change_nothing():
     State("paged").refuses(ValueError, "cache_batch_index:", "page_table[index]", cache_batch_index=[0, 1])
 
 
-def test_case_41_a_full_cache_and_a_row_too_long():
-    """Capacity 32 with 32 keys takes no other; 2 pages of 16 hold no 33 keys; neighbours stay as they are."""
-    memory = normal(4, 32, 2, 8)
-    before, new = memory.copy(), normal(1, 1, 2, 8)
-    with refused(ValueError, "kv_lengths:", "32 keys at index 0 plus 1", "nothing was written"):
-        cuflash.decode(normal(1, 1, 2, 8), memory[1:2], memory[2:3], [32], k_new=new, v_new=new)
-    pages = memory.reshape(8, 16, 2, 8)
-    for lengths, options in (([33], {}), ([32], {"k_new": new, "v_new": new}), ([31], {"k_new": new[:, [0, 0]], "v_new": new[:, [0, 0]]})):
-        with refused(ValueError, "kv_lengths:"):
-            cuflash.decode(normal(1, 1, 2, 8), pages[2:4], pages[4:6], lengths, page_table=[[0, 1]], **options)
-    assert np.array_equal(memory, before)
+def test_tensors_of_pytorch():
+    """Also as cos and sin in a tuple, and as entries; the caches are written where they are."""
+    torch = pytest.importorskip("torch")
+    mine, theirs = State(), State()
+    tensors = {name: torch.from_numpy(x) for name, x in theirs.arrays.items() if name != "kv_lengths"}
+    for name, x in mine.arrays.items():
+        theirs.arrays[name][...] = x
+    cos, sin = tables(8, 4)
+    options = {"rope": (cos, sin, "interleaved"), "cache_batch_index": np.array([1, 0]), "causal": True}
+    there = {"rope": (torch.from_numpy(cos), torch.from_numpy(sin), "interleaved"), "cache_batch_index": torch.tensor([1, 0])}
+    out = cuflash.decode(**tensors, kv_lengths=torch.from_numpy(mine.arrays["kv_lengths"]), causal=True, **there, backend="reference")
+    assert isinstance(out, torch.Tensor) and np.array_equal(out.numpy(), mine.decode(**options))
+    assert np.array_equal(theirs.arrays["k_cache"], mine.arrays["k_cache"]) and np.array_equal(theirs.arrays["v_cache"], mine.arrays["v_cache"])
+    with refused(TypeError, "rope[1]:", "numpy.ndarray", "one kind"):
+        cuflash.decode(**tensors, kv_lengths=[3, 5], rope=(there["rope"][0], sin, "half"))

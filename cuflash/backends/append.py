@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from .. import launch
 from ..types import HOST, Append, ArrayView, NoBackendError, Problem, Rope
 
 
@@ -24,6 +25,8 @@ def appended(problem: Problem, new: Append, why: str = "") -> Iterator[Problem]:
     if problem.q.device != HOST and (new.rope is not None or problem.indices_on_device):
         what = ", ".join([*["rope"] * (new.rope is not None), *(f"{name} on the device" for name in problem.indices_on_device)])
         raise NoBackendError(f"{what}: decode() needs the kernel that appends, which cannot run: {why}")
+    if problem.q.device != HOST:
+        launch.refuse_capture(launch.copied({"kv_lengths": new.lengths}))
     position = np.array([s.position for s in problem.sequences()], np.int64).reshape(-1, 1)
     if new.k_new is not None and new.v_new is not None:
         places = new.lengths[:, None] + np.arange(new.count)

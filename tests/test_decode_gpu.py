@@ -1,0 +1,136 @@
+"""decode() on a GPU, beyond the shared suites: lengths and tables that only the device knows, and graphs that follow them."""
+
+from __future__ import annotations
+
+import compare
+import numpy as np
+import pytest
+from cases import BF16, DTYPES, F16, F32
+
+import cuflash
+
+pytestmark = pytest.mark.gpu
+
+CAPACITY = 96
+
+
+def normal(seed: int, *shape: int, dtype: np.dtype = F16) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal(shape).astype(dtype)
+
+
+def tables() -> tuple[np.ndarray, np.ndarray]:
+    angles = np.arange(CAPACITY)[:, None] * 10000.0 ** (-np.arange(16) / 16)
+    return np.cos(angles).astype(F32), np.sin(angles).astype(F32)
+
+
+class Serving:
+    """Four sequences, in pages or in a dense cache, and what a step of them needs."""
+
+    def __init__(self, cupy, page: int, dtype: np.dtype = F16, new: int = 1):
+        self.cupy, self.page, self.dtype, self.new = cupy, page, dtype, new
+        self.stored = (4 * CAPACITY // page + 2, page) if page else (4, CAPACITY)
+        self.caches = [cupy.asarray(normal(n, *self.stored, 2, 64, dtype=dtype)) for n in (1, 2)]
+        self.q = cupy.asarray(normal(3, 4, new, 8, 64, dtype=dtype))
+        self.k_new, self.v_new = (cupy.asarray(normal(n, 4, new, 2, 64, dtype=dtype)) for n in (4, 5))
+        self.out = cupy.empty_like(self.q)
+        self.rope = (*map(cupy.asarray, tables()), "half")
+        self.table = self.shuffled(0) if page else None
+
+    def shuffled(self, seed: int):
+        order = np.random.default_rng(seed).permutation(self.stored[0])[: 4 * CAPACITY // self.page]
+        return self.cupy.asarray(order.reshape(4, -1).astype(np.int32))
+
+    def decode(self, lengths, caches=None, table=None, **changed):
+        table = self.table if table is None else table
+        options = {"k_new": self.k_new, "v_new": self.v_new, "rope": self.rope, "out": self.out, "page_table": table, "causal": True}
+        return cuflash.decode(self.q, *(caches or self.caches), lengths, backend="cuda", **{**options, **changed})
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("page", [0, 1, 16])
+@pytest.mark.parametrize("width", [np.int32, np.int64])
+def test_lengths_on_the_device_are_those_of_the_host(width, page, dtype):
+    import cupy
+
+    s = Serving(cupy, page, dtype, new=3)
+    lengths = [0, 17, CAPACITY - 3, 40]
+    theirs = [x.copy() for x in s.caches]
+    table = None if s.table is None else s.table.get()
+    want = s.decode(lengths, theirs, table, out=cupy.empty_like(s.out))
+    on_device = cupy.asarray(lengths, width)
+    got = s.decode(on_device)
+    compare.assert_same_bits(got.get(), want.get(), "out")
+    for mine, other in zip(s.caches, theirs, strict=True):
+        compare.assert_same_bits(mine.get(), other.get(), "cache")
+    assert on_device.get().tolist() == lengths
+
+
+@pytest.mark.parametrize("page", [0, 16])
+def test_a_graph_appends_where_the_lengths_say(page):
+    """Lengths that the graph itself counts up, a table that changes, slots that are empty or full; pool memory is spoilt meanwhile."""
+    import cupy
+
+    s = Serving(cupy, page, BF16)
+    live = cupy.asarray([1, 1, 0, 1], np.int32)
+    with cupy.cuda.Stream(non_blocking=True) as stream:
+        before = [x.copy() for x in s.caches]
+        lengths = cupy.asarray([0, 30, -1, CAPACITY - 2], np.int32)
+        s.decode(lengths)
+        lengths += live
+        lengths -= live
+        for cache, old in zip(s.caches, before, strict=True):
+            cache[...] = old
+        stream.synchronize()
+        stream.begin_capture()
+        s.decode(lengths)
+        lengths += live
+        graph = stream.end_capture()
+        known = np.array([0, 30, -1, CAPACITY - 2])
+        theirs = [x.copy() for x in s.caches]
+        for step in range(5):
+            s.q[...] = cupy.asarray(normal(10 + step, 4, 1, 8, 64, dtype=BF16))
+            s.k_new[...] = cupy.asarray(normal(20 + step, 4, 1, 2, 64, dtype=BF16))
+            if page and step == 3:  # pages move: so do their keys
+                table = s.shuffled(9)
+                for caches in (s.caches, theirs):
+                    for cache in caches:
+                        moved = cache.copy()
+                        moved[table.get().ravel()] = cache[s.table.get().ravel()]
+                        cache[...] = moved
+                s.table[...] = table
+            spoilt = [cupy.full(1 << n, 0xFF, np.uint8) for n in range(8, 16) for _ in range(8)]
+            s.out.view(np.uint16)[...] = 0x7FFF
+            del spoilt
+            graph.launch(stream)
+            got = s.out.get().astype(F32)
+            stream.synchronize()
+            fits = [0, 1] + [3] * (known[3] < CAPACITY)
+            table = None if s.table is None else s.table.get()[fits]
+            caches = theirs if page else [cache[fits] for cache in theirs]
+            want = cuflash.decode(
+                s.q[fits], *caches, known[fits], k_new=s.k_new[fits], v_new=s.v_new[fits], rope=s.rope, causal=True, page_table=table,
+                backend="cuda",
+            )
+            if not page:
+                for cache, part in zip(theirs, caches, strict=True):
+                    cache[fits] = part
+            compare.assert_same_bits(got[fits], want.get().astype(F32), "out")
+            assert not got[2].any() and np.isfinite(got[3]).all()
+            for mine, other in zip(s.caches, theirs, strict=True):
+                compare.assert_same_bits(mine.get(), other.get(), "cache")
+            known += [1, 1, 0, 1]
+        assert lengths.get().tolist() == known.tolist()
+
+
+def test_a_warm_call_allocates_results_alone():
+    import cupy
+
+    s = Serving(cupy, 16)
+    lengths = cupy.asarray([5, 6, 7, 8], np.int32)
+    s.decode(lengths)
+    cupy.cuda.Device().synchronize()
+    pool = cupy.get_default_memory_pool()
+    held = pool.total_bytes()
+    for _ in range(20):
+        s.decode(lengths)
+    assert pool.total_bytes() == held
