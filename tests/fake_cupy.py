@@ -173,7 +173,10 @@ def append_rows(p: np.ndarray) -> None:
         before, fits = int(lengths[b]), 0 <= lengths[b] <= number["capacity"] - n
         after = before + n if fits else min(max(before, 0), number["capacity"])
         for t in range(n if fits else 0):
-            place = (b, before + t) if table is None else (table[b, (before + t) // number["page_size"]], (before + t) % number["page_size"])
+            place = (b, before + t)
+            if table is not None:
+                slot, rest = divmod(before + t, number["page_size"])
+                place = table[b, slot], rest
             if table is None or 0 <= place[0] < number["pages"]:
                 row("k", *place, hk, d)[...] = turned(row("k_new", b, t, hk, d), before + t)
                 row("v", *place, hk, dv)[...] = row("v_new", b, t, hk, dv)

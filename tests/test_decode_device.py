@@ -192,6 +192,12 @@ def test_without_the_kernel_that_appends(gpu, monkeypatch):
     assert np.array_equal(args[1].host, call.arrays[1])
 
 
+def part(a: FakeArray, dtype, *shape: int) -> FakeArray:
+    """The first bytes of an array as another one."""
+    size = int(np.prod(shape)) * np.dtype(dtype).itemsize // a.dtype.itemsize
+    return FakeArray((), host=a.host.reshape(-1)[:size].view(dtype).reshape(shape), device_id=0)
+
+
 def test_forms_that_are_refused(gpu):
     call = Call(4, rope=True)
     args, options = call.on_device()
@@ -214,14 +220,14 @@ def test_forms_that_are_refused(gpu):
     assert not gpu.launches
     name = "v_cache"
     for changed, other in (
-        ({"kv_lengths": FakeArray((), host=args[2].host.reshape(-1)[:4].view(np.int32), device_id=0)}, "kv_lengths"),
-        ({"page_table": FakeArray((), host=args[2].host.reshape(-1)[:12].view(np.int32).reshape(2, 3), device_id=0)}, "page_table"),
-        ({"rope": (cos, FakeArray((), host=args[2].host.reshape(-1)[:96].view(np.float32).reshape(12, 4), device_id=0), "half")}, "rope[1]"),
+        ({"kv_lengths": part(args[2], np.int32, 2)}, "kv_lengths"),
+        ({"page_table": part(args[2], np.int32, 2, 3)}, "page_table"),
+        ({"rope": (cos, part(args[2], np.float32, 12, 4), "half")}, "rope[1]"),
     ):
         refuse(ValueError, f"{name}:", f"overlaps {other}", **changed)
     out = FakeArray((2, 2, 4, 8), F16)
-    refuse(ValueError, "out:", "overlaps rope[0]", out=out, rope=(FakeArray((), host=out.host.view(np.float32).reshape(-1)[:48].reshape(12, 4)), sin, "half"))
-    refuse(ValueError, "out:", "overlaps page_table", out=out, page_table=FakeArray((), host=out.host.view(np.int32).reshape(-1)[:6].reshape(2, 3)))
+    refuse(ValueError, "out:", "overlaps rope[0]", out=out, rope=(part(out, np.float32, 12, 4), sin, "half"))
+    refuse(ValueError, "out:", "overlaps page_table", out=out, page_table=part(out, np.int32, 2, 3))
     assert not gpu.launches
     for backend, kernel in (("cuda", "fa1"), ("cuda", "naive"), ("numba-cuda", "fa1")):
         with pytest.raises(cuflash.NoBackendError):
@@ -244,7 +250,7 @@ def test_numbers_are_checked_on_request(gpu, monkeypatch):
         ([-1, 9], {}, ("kv_lengths:", "-1 at index 0")),
         ([3, 9], {"page_table": there(np.full_like(call.table, 99))}, ("page_table:", "is 99")),
         ([3, 9], {"page_table": there(shared)}, ("page_table:", "uses it too")),
-        ([3, 9], {"rope": (*(there(x[:10]) for x in call.options["rope"][:2]), "half")}, ("rope:", "10 positions", "sequence 1 reaches 10")),
+        ([3, 9], {"rope": (*(there(x[:10]) for x in call.options["rope"][:2]), "half")}, ("rope:", "10 positions", "1 reaches 10")),
     ):
         args, options = call.on_device(lengths=lengths)
         with refused(ValueError, *pieces):

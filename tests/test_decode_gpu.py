@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import compare
 import numpy as np
 import pytest
@@ -21,6 +23,14 @@ def normal(seed: int, *shape: int, dtype: np.dtype = F16) -> np.ndarray:
 def tables() -> tuple[np.ndarray, np.ndarray]:
     angles = np.arange(CAPACITY)[:, None] * 10000.0 ** (-np.arange(16) / 16)
     return np.cos(angles).astype(F32), np.sin(angles).astype(F32)
+
+
+def put(target: Any, values: np.ndarray) -> None:
+    """Host numbers into a device array, by their bits."""
+    import cupy
+
+    bits = f"u{target.dtype.itemsize}"
+    target.view(bits)[...] = cupy.asarray(np.ascontiguousarray(values).view(bits))
 
 
 class Serving:
@@ -73,13 +83,13 @@ def test_a_graph_appends_where_the_lengths_say(page):
     s = Serving(cupy, page, BF16)
     live = cupy.asarray([1, 1, 0, 1], np.int32)
     with cupy.cuda.Stream(non_blocking=True) as stream:
-        before = [x.copy() for x in s.caches]
+        before = [x.get() for x in s.caches]
         lengths = cupy.asarray([0, 30, -1, CAPACITY - 2], np.int32)
         s.decode(lengths)
         lengths += live
         lengths -= live
         for cache, old in zip(s.caches, before, strict=True):
-            cache[...] = old
+            put(cache, old)
         stream.synchronize()
         stream.begin_capture()
         s.decode(lengths)
@@ -88,16 +98,15 @@ def test_a_graph_appends_where_the_lengths_say(page):
         known = np.array([0, 30, -1, CAPACITY - 2])
         theirs = [x.copy() for x in s.caches]
         for step in range(5):
-            s.q[...] = cupy.asarray(normal(10 + step, 4, 1, 8, 64, dtype=BF16))
-            s.k_new[...] = cupy.asarray(normal(20 + step, 4, 1, 2, 64, dtype=BF16))
+            put(s.q, normal(10 + step, 4, 1, 8, 64, dtype=BF16))
+            put(s.k_new, normal(20 + step, 4, 1, 2, 64, dtype=BF16))
             if page and step == 3:  # pages move: so do their keys
-                table = s.shuffled(9)
-                for caches in (s.caches, theirs):
-                    for cache in caches:
-                        moved = cache.copy()
-                        moved[table.get().ravel()] = cache[s.table.get().ravel()]
-                        cache[...] = moved
-                s.table[...] = table
+                old, new = s.table.get().ravel(), s.shuffled(9).get().ravel()
+                for cache in (*s.caches, *theirs):
+                    moved = cache.get()
+                    moved[new] = moved[old]
+                    put(cache, moved)
+                put(s.table, new.reshape(4, -1))
             spoilt = [cupy.full(1 << n, 0xFF, np.uint8) for n in range(8, 16) for _ in range(8)]
             s.out.view(np.uint16)[...] = 0x7FFF
             del spoilt
@@ -106,14 +115,16 @@ def test_a_graph_appends_where_the_lengths_say(page):
             stream.synchronize()
             fits = [0, 1] + [3] * (known[3] < CAPACITY)
             table = None if s.table is None else s.table.get()[fits]
-            caches = theirs if page else [cache[fits] for cache in theirs]
+            q, k_new, v_new = (cupy.asarray(x.get()[fits]) for x in (s.q, s.k_new, s.v_new))
+            caches = theirs if page else [cupy.asarray(x.get()[fits]) for x in theirs]
             want = cuflash.decode(
-                s.q[fits], *caches, known[fits], k_new=s.k_new[fits], v_new=s.v_new[fits], rope=s.rope, causal=True, page_table=table,
-                backend="cuda",
+                q, *caches, known[fits], k_new=k_new, v_new=v_new, rope=s.rope, causal=True, page_table=table, backend="cuda",
             )
             if not page:
                 for cache, part in zip(theirs, caches, strict=True):
-                    cache[fits] = part
+                    whole = cache.get()
+                    whole[fits] = part.get()
+                    put(cache, whole)
             compare.assert_same_bits(got[fits], want.get().astype(F32), "out")
             assert not got[2].any() and np.isfinite(got[3]).all()
             for mine, other in zip(s.caches, theirs, strict=True):

@@ -48,13 +48,16 @@ class Shape(NamedTuple):
 
 
 def lay(a: np.ndarray, how: str) -> np.ndarray:
-    """The same numbers otherwise in memory."""
-    if how == "contiguous":
-        return a
-    wide = np.full((*a.shape[:-1], 2 * a.shape[-1] + 1), np.nan, a.dtype)
-    view = wide[..., 1::2] if how == "every other" else wide[..., 1 : a.shape[-1] + 1] if how == "odd" else None
-    if view is None:
-        view = np.full((*a.shape[:-2], a.shape[-2] + 1, a.shape[-1]), np.nan, a.dtype)[..., :-1, :] if how == "gaps" else a[::-1].copy()[::-1]
+    """The same numbers otherwise in memory, NaN between them."""
+    n = a.shape[-1]
+    if how == "every other":
+        view = np.full((*a.shape[:-1], 2 * n + 1), np.nan, a.dtype)[..., 1::2]
+    elif how == "odd":
+        view = np.full((*a.shape[:-1], n + 2), np.nan, a.dtype)[..., 1 : n + 1]
+    elif how == "gaps":
+        view = np.full((*a.shape[:-2], a.shape[-2] + 1, n), np.nan, a.dtype)[..., :-1, :]
+    else:
+        return {"contiguous": a, "reversed": a[::-1].copy()[::-1]}[how]
     view[...] = a
     return view
 
