@@ -267,11 +267,13 @@ def distinct_entries(entries: np.ndarray, count: int, writes: bool) -> None:
 def caches_can_be_written(problem: Problem, new: dict[str, ArrayView]) -> None:
     """Caches that take new keys must be writeable and must share no element with each other or with another input."""
     on_device = {name: getattr(problem, name) for name in problem.indices_on_device}
-    others = {"q": problem.q, **new, "bias": problem.bias, "mask": problem.mask, **on_device}
-    for name, cache, more in (("k_cache", problem.k, {"v_cache": problem.v}), ("v_cache", problem.v, {})):
+    others = {"q": problem.q, **new, "bias": problem.bias, "mask": problem.mask, **on_device, "v_cache": problem.v}
+    reaches = {name: (a, arrays.byte_range(a)) for name, a in others.items() if a is not None}
+    for name, cache in (("k_cache", problem.k), ("v_cache", problem.v)):
         writeable(cache, name)
-        for other_name, other in {**others, **more}.items():
-            if other is not None and arrays.overlap(cache, other):
+        first, last = arrays.byte_range(cache)
+        for other_name, (other, (begin, end)) in reaches.items():
+            if other is not cache and first < end and begin < last and arrays.overlap(cache, other):
                 raise ValueError(f"{name}: overlaps {other_name} in memory; new keys and values are written to {name}")
 
 

@@ -13,7 +13,8 @@ import pytest
 from cuflash import NoBackendError
 
 SIMULATED = os.environ.get("NUMBA_ENABLE_CUDASIM") == "1"  # Numba runs CUDA kernels on the host, on NumPy arrays
-ON_DEVICE = {"bias", "mask", "out", "lse", "dlse", "k_new", "v_new"}  # options that are arrays of the device, as those in rope; the rest stays on the host
+# Options that are arrays of the device, as are those in rope; the rest stays on the host.
+ON_DEVICE = {"bias", "mask", "out", "lse", "dlse", "k_new", "v_new"}
 
 
 def gpu_wanted() -> bool:

@@ -75,8 +75,9 @@ def decline(problem: Problem, new: Append) -> str | None:
     longest = max(problem.seqlen_q, problem.seqlen_k)
     if longest > launch.LONGEST:
         return f"sequences of {longest:,} rows; it takes at most {launch.LONGEST:,}"
-    threads = sum(int(count) for count in units(problem, new)[1])
-    if threads > MOST_THREADS:
+    keys, rows = problem.batch * new.count * problem.heads_kv, problem.batch * problem.seqlen_q * problem.heads_q
+    threads = keys * (problem.head_dim + problem.head_dim_v) + rows * problem.head_dim + problem.batch  # at most
+    if threads > MOST_THREADS and (threads := sum(units(problem, new)[1])) > MOST_THREADS:
         return f"{threads:,} threads; a launch has at most {MOST_THREADS:,}"
     return None
 
