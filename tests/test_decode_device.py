@@ -19,9 +19,11 @@ CAPACITY = 12
 @pytest.fixture
 def gpu(monkeypatch):
     warm.problems.clear()
+    warm.launches.clear()
     with pretended_gpus(monkeypatch) as fake:
         yield fake
     warm.problems.clear()
+    warm.launches.clear()
 
 
 class Call:

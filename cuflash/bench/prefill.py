@@ -37,7 +37,7 @@ TOLERANCE = 2.0**-6  # of two results in bfloat16, relative to the largest eleme
 SECONDS_A_TURN = 4e-3
 MOST_NAIVE_BYTES = 64 << 30  # scores that a materialising peer may need
 MARKER = "prefill tables"
-PACKAGES = ("cuflash", "numpy", "cupy-cuda13x", "cupy-cuda12x", "nvidia-cuda-nvrtc", "torch", "nvidia-cudnn-cu13", "flash-attn-3")
+PACKAGES = ("cuflash", "numpy", "torch", "nvidia-cudnn-cu13", "flash-attn-3")
 
 
 @dataclass(frozen=True)
@@ -280,6 +280,7 @@ def free_memory() -> None:
 def environment() -> dict[str, Any]:
     """Card, driver, CUDA, versions and commit."""
     import cupy
+    from cupy_backends.cuda.libs import nvrtc
 
     runtime = cupy.cuda.runtime
     name = runtime.getDeviceProperties(runtime.getDevice())["name"]
@@ -288,7 +289,8 @@ def environment() -> dict[str, Any]:
         "driver_cuda": runtime.driverGetVersion(),
         "runtime_cuda": runtime.runtimeGetVersion(),
         "commit": report.commit(),
-        "versions": report.versions(PACKAGES),
+        # As loaded: packages for several versions of CUDA may be installed side by side.
+        "versions": report.versions(PACKAGES) | {"CuPy": cupy.__version__, "NVRTC": ".".join(map(str, nvrtc.getVersion()))},
     }
 
 
