@@ -88,16 +88,19 @@ def build_parser() -> argparse.ArgumentParser:
     prefill = bench.add_parser("prefill", help="long queries on a GPU, beside FlashAttention and cuDNN where they are installed")
     variants = bench.add_parser("variants", help="grouped heads, packed sequences, windows and odd head sizes beside plain calls")
     start = bench.add_parser("start", help="time to the first result on a GPU, and of a call on the host")
+    on_host = bench.add_parser("host", help="host time of calls on a GPU, beside an empty launch")
     ladder = bench.add_parser("ladder", help="naive, fa1 and fa2 on a GPU: bytes moved, counted and measured, and speed")
     fallback = bench.add_parser("fallback", help="the Numba CUDA backend, which takes what the raw kernels do not")
     from .bench import fallback as bench_fallback
+    from .bench import host as bench_host
     from .bench import ladder as bench_ladder
     from .bench import prefill as bench_prefill
     from .bench import start as bench_start
     from .bench import variants as bench_variants
 
     for subparser, module in (
-        (prefill, bench_prefill), (variants, bench_variants), (ladder, bench_ladder), (start, bench_start), (fallback, bench_fallback),
+        (prefill, bench_prefill), (variants, bench_variants), (ladder, bench_ladder), (start, bench_start), (on_host, bench_host),
+        (fallback, bench_fallback),
     ):
         module.add_arguments(subparser)
         subparser.set_defaults(command=module.run)

@@ -1,4 +1,5 @@
-// From raw scores q.k to logits: functions of (score, query position i, key j), the same for every kernel.
+// From raw scores q.k to logits: functions of (score, query position i, key j), the same for every kernel on 16-bit arrays.
+// prefill_fp, which sums in other units, has its own in fp_score.cuh.
 #include "include/matrix.cuh"
 #include "include/params.cuh"
 #include "include/ptx.cuh"
