@@ -56,13 +56,10 @@ def kind_of(array: Any, name: str) -> str:
         return "cupy"
     hint = ""
     if hasattr(array, "__dlpack__") or hasattr(array, "__cuda_array_interface__"):
-        hint = (
-            ", and arrays of one other library where q is one of its arrays; convert it without a copy by numpy.from_dlpack(x) "
-            "(host memory) or cupy.from_dlpack(x) (GPU)"
-        )
+        hint = ", as q is; convert it without a copy by numpy.from_dlpack(x) (host memory) or cupy.from_dlpack(x) (GPU)"
     elif isinstance(array, list | tuple):
         hint = "; convert it by numpy.asarray(x)"
-    raise TypeError(f"{name}: got {type_name(array)}; allowed are NumPy and CuPy arrays{hint}")
+    raise TypeError(f"{name}: got {type_name(array)}; allowed are arrays of NumPy, CuPy, PyTorch, JAX and others with DLPack, all of one library{hint}")
 
 
 def type_name(x: Any) -> str:

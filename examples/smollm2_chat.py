@@ -67,7 +67,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         "--device",
         choices=("cpu", "cuda"),
         default="cpu",
-        help="cuda: CuPy arrays on a GPU, if cuflash has CUDA kernels",
+        help="cuda: CuPy arrays on a GPU",
     )
     parser.add_argument("--check", action="store_true", help="compare the logits with the N x N form instead")
     parser.add_argument("--cache-dir", help=f"where the model is kept (default: {download.default_cache_dir()})")
@@ -125,7 +125,7 @@ def import_cupy():
         cupy.cuda.runtime.getDeviceCount()
     except ImportError as error:
         sys.exit(
-            f"--device cuda needs CuPy ({error}). In the repository: pip install -e '.[cuda12-full,examples]' (or cuda13-full)"
+            f"--device cuda needs CuPy ({error}). In the repository: pip install -e '.[cuda13-full,examples]' (or cuda12-full)"
         )
     except Exception as error:  # CuPy's own error type cannot be named without CuPy
         sys.exit(f"--device cuda: CuPy finds no usable GPU ({error})")

@@ -195,7 +195,7 @@ def test_one_kind_for_all_arrays(library):
     for options, name in (((k, library.make(v)), "k"), ((library.make(k), v), "v")):
         with refused(TypeError, f"{name}:", there, own, "of one kind"):
             cuflash.attention(x, *options)
-    with refused(TypeError, "k:", cuflash.arrays.type_name(x), "NumPy and CuPy arrays", "where q is one"):
+    with refused(TypeError, "k:", cuflash.arrays.type_name(x), "all of one library", "as q is"):
         cuflash.attention(q, library.make(k), v)
     for option in ({"bias": q[0, :, 0, :5]}, {"mask": np.ones((5, 5), bool)}, {"out": np.empty_like(q)}, {"lse": np.empty((2, 4, 5), F32)}):
         (name,) = option

@@ -123,7 +123,7 @@ OPTIONS = {
     "score": ({"score": "cos"}, ValueError, ("score:", "'cos'", "'dot', 'sqdist'")),
     "kernel": ({"kernel": "fa4"}, ValueError, ("kernel:", "'fa4'", "'auto'", "'fa2'", "'decode'")),
     "backend": ({"backend": "gpu"}, ValueError, ("backend:", "'gpu'", "'cuda'", "'cpu'", "'reference'")),
-    "backend cuda": ({"backend": "cuda"}, TypeError, ("backend:", "'cuda'", "GPU arrays", "host memory (NumPy)")),
+    "backend cuda": ({"backend": "cuda"}, TypeError, ("backend:", "'cuda'", "GPU arrays", "host memory")),
     "backend numba-cuda": ({"backend": "numba-cuda"}, TypeError, ("backend:", "'numba-cuda'", "GPU arrays", "host memory")),
     "precision": ({"precision": "fp16"}, ValueError, ("precision:", "'fp16'", "'tf32'")),
     "stream": ({"stream": 1}, TypeError, ("stream:", "got 1", "host memory", "None")),

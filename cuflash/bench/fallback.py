@@ -66,7 +66,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> str:
     """Measure; returns the Markdown."""
-    if importlib.util.find_spec("cupy") is None or importlib.util.find_spec("numba_cuda") is None:
+    report.require_gpu("bench fallback")
+    if importlib.util.find_spec("numba_cuda") is None:
         raise cuflash.NoBackendError("bench fallback needs a GPU, CuPy and numba-cuda: pip install 'cuflash[cuda13-full]'")
     rows = []
     for case in CASES:
