@@ -228,10 +228,19 @@ def flat_tiles(problem: Problem, m: int) -> int:
 
 
 def index_addresses(problem: Problem) -> tuple[int, ...]:
-    """Addresses of the four index arrays as the structs have them, 0 for those that are not on the device; () if none is."""
+    """Addresses of the `index_views`, 0 for None."""
+    return tuple(0 if a is None else a.pointer for a in index_views(problem))
+
+
+def index_views(problem: Problem) -> tuple[ArrayView | None, ...]:
+    """The index arrays on the device in the order of the members of PREFILL_PARAMS, None for others and for members in between.
+
+    The four of INDICES; up to the page table if that is on the device; () if nothing is.
+    """
     if not problem.indices_on_device:
         return ()
-    return tuple(a.pointer if isinstance(a, ArrayView) else 0 for a in (getattr(problem, name) for name in INDICES))
+    views = tuple(a if isinstance(a, ArrayView) else None for a in (getattr(problem, name) for name in INDICES))
+    return (*views, *(None,) * 5, problem.page_table) if isinstance(problem.page_table, ArrayView) else views
 
 
 def copy_bytes(arrays: tuple[ArrayView, ...]) -> int:

@@ -11,6 +11,7 @@ No kept thing refers to an array of a user.
 
 from __future__ import annotations
 
+import math
 import os
 import weakref
 from collections.abc import Callable
@@ -20,7 +21,7 @@ import numpy as np
 
 from . import arrays, backends, device, host, launch
 from .problem import canonical
-from .types import HOST, INDICES, ArrayView, Plan, Problem
+from .types import HOST, ArrayView, Plan, Problem
 
 MOST = 1024  # signatures; a loop over growing slices makes a new one every time
 
@@ -99,7 +100,7 @@ def varlen_key(
     """As `key` and `with_lengths`, for a call on packed sequences."""
     if not arrays.on_device(cu_seqlens_q) or cu_seqlens_k is None:
         return None, ()
-    own = _key_of(q, k, v, layout, options, ("kv_lengths", "kv_start", "stream"))
+    own = key_of(q, k, v, layout, options, ("kv_lengths", "kv_start", "stream"))
     if own is None or type(max_seqlen_q) not in _INTEGERS or type(max_seqlen_k) not in _INTEGERS:
         return None, ()
     own = (*own, "varlen", max_seqlen_q, max_seqlen_k)
@@ -108,7 +109,7 @@ def varlen_key(
 
 def decode_key(q: Any, k: Any, v: Any, k_new: Any, v_new: Any, layout: Any, options: dict[str, Any]) -> tuple | None:
     """As `key`, for a call of decode() on dense caches; kv_lengths are no part of it."""
-    own = _key_of(q, k, v, layout, options, ("stream",))
+    own = key_of(q, k, v, layout, options, ("stream",))
     if own is None or (k_new is None) != (v_new is None):
         return None
     if k_new is None:
@@ -117,7 +118,7 @@ def decode_key(q: Any, k: Any, v: Any, k_new: Any, v_new: Any, layout: Any, opti
     return None if None in new else (*own, "decode", *new)
 
 
-def _key_of(q: Any, k: Any, v: Any, layout: Any, options: dict[str, Any], apart: tuple[str, ...]) -> tuple | None:
+def key_of(q: Any, k: Any, v: Any, layout: Any, options: dict[str, Any], apart: tuple[str, ...]) -> tuple | None:
     """`key` with its options by name; None if there are others than those looked at ``apart``."""
     plain = dict(_DEFAULTS)
     for name, value in options.items():
@@ -201,9 +202,9 @@ class Launch:
         self.out = (out_shape, problem.out_dtype)
         self.lse = (lse_shape, problem.compute_dtype)
         views = (problem.q, problem.k, problem.v, problem.out, problem.lse)
-        indices = (getattr(problem, name) for name in INDICES)
-        self.index_bytes = tuple(a.shape[0] * a.dtype.itemsize if isinstance(a, ArrayView) else 0 for a in indices)
-        self.spans = tuple(edge for a in views for edge in ((0, 0) if a is None else _span(a)))
+        indices = launch.index_views(problem)
+        self.index_bytes = tuple(0 if a is None else math.prod(a.shape) * a.dtype.itemsize for a in indices)
+        self.spans = tuple(edge for a in views for edge in ((0, 0) if a is None else span(a)))
 
     def run(
         self, q: Any, k: Any, v: Any, out: Any, lse: Any, stream: Any, indices: tuple[int, ...] = (), placed: bool = False,
@@ -281,7 +282,7 @@ class Again:
         return True
 
 
-def _span(a: ArrayView) -> tuple[int, int]:
+def span(a: ArrayView) -> tuple[int, int]:
     """First byte and one past the last, from the array's address."""
     first, last = arrays.byte_range(a)
     return first - a.pointer, last - a.pointer

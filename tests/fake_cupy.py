@@ -155,15 +155,20 @@ def append_rows(p: np.ndarray) -> None:
     def turned(x: np.ndarray, position: int) -> np.ndarray:
         if not number["pairs"]:
             return x
-        assert number["table_float"] and not number["interleaved"]
+        assert number["table_float"]
         half = number["pairs"]
+        first, second = (slice(0, half), slice(half, 2 * half))
+        if number["interleaved"]:
+            first, second = slice(0, 2 * half, 2), slice(1, 2 * half, 2)
         cos, sin = (
             memory(p[name], np.float32, (number["positions"], half), (p[f"{name}_row"], p[f"{name}_column"]))[abs(position)]
             for name in ("cos", "sin")
         )
-        a, b = (x[..., part].astype(np.float32) for part in (slice(0, half), slice(half, 2 * half)))
+        a, b = (x[..., part].astype(np.float32) for part in (first, second))
         sin = np.sign(position) * sin
-        return np.concatenate([a * cos - b * sin, b * cos + a * sin, x[..., 2 * half :].astype(np.float32)], -1).astype(np.float16)
+        result = x.copy()
+        result[..., first], result[..., second] = a * cos - b * sin, b * cos + a * sin
+        return result
 
     def row(name: str, b: int, r: int, heads: int, size: int) -> np.ndarray:
         stride = p[f"{name}_stride"]

@@ -10,7 +10,7 @@ from refusal import refused
 from test_warm import there
 
 import cuflash
-from cuflash import warm
+from cuflash import warm, warm_decode
 
 F16 = np.dtype(np.float16)
 CAPACITY = 12
@@ -19,11 +19,12 @@ CAPACITY = 12
 @pytest.fixture
 def gpu(monkeypatch):
     warm.problems.clear()
-    warm.launches.clear()
+    for kept in (warm.launches, warm_decode.launches):
+        kept.clear()
     with pretended_gpus(monkeypatch) as fake:
         yield fake
-    warm.problems.clear()
-    warm.launches.clear()
+    for kept in (warm.problems, warm.launches, warm_decode.launches):
+        kept.clear()
 
 
 class Call:
@@ -53,8 +54,8 @@ class Call:
     def on_device(self, width=np.int32, lengths=None, **changed):
         """Arguments with every array on the device."""
         options = {name: there(x) if isinstance(x, np.ndarray) else x for name, x in self.options.items()}
-        if "rope" in options:
-            options["rope"] = (*map(there, options["rope"][:2]), "half")
+        if options.get("rope") is not None:
+            options["rope"] = (*map(there, options["rope"][:2]), options["rope"][2])
         if self.table is not None:
             options["page_table"] = there(self.table)
         numbers = self.lengths if lengths is None else lengths
@@ -283,9 +284,11 @@ def test_attention_and_plans_take_page_tables_of_the_device(gpu):
     same([cuflash.attention(*args[:3], kv_lengths=args[3], page_table=table)], [want])
     plan = cuflash.plan(*args[:3], kv_lengths=args[3], page_table=table)
     same([plan.run(*args[:3])], [want])
-    args[3].host[:] = 7, 4
-    want = cuflash.attention(q, k, v, kv_lengths=[7, 4], page_table=call.table, backend="reference")
-    same([plan.run(*args[:3])], [want])
+    out = FakeArray(want.shape, F16)
+    for lengths in ([7, 4], [1, 9], [12, 2], [3, 3]):  # a launch that is kept, then one on the very arrays of the call before
+        args[3].host[:] = lengths
+        want = cuflash.attention(q, k, v, kv_lengths=lengths, page_table=call.table, backend="reference")
+        same([plan.run(*args[:3]), plan.run(*args[:3], out=out)], [want] * 2)
     assert not warm.launches and gpu.waited == 0
 
 

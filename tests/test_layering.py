@@ -16,6 +16,7 @@ ROOMS = (
     ("cli",),
     ("support", "explanation", "distributed", "interop", "bench", "cache"),
     ("api", "merge"),
+    ("warm_decode",),
     ("warm",),
     ("problem",),
     ("edges",),

@@ -28,7 +28,7 @@ LARGEST_GRID = 2**31 - 1
 CLEAR_ROWS = 128  # of a block of clear_rows.cu
 TAKES_DEVICE_INDICES = ("fa2",)  # kernels that read lengths and cu_seqlens where they are
 # Arrays of a call that were made for it alone, or that results may overlap: with them no launch is prepared.
-OWN_ARRAYS = ("page_table", "alibi_slopes", "sinks", "bias", "mask")
+OWN_ARRAYS = ("alibi_slopes", "sinks", "bias", "mask")
 
 
 @dataclass(frozen=True)
@@ -232,11 +232,11 @@ def prepare(plan: Plan, problem: Problem) -> launch.Prepared | None:
     """The launch of ``run`` for calls that differ in addresses alone; None if a call has more to do.
 
     It takes the addresses of q, k, v, out and lse, which must be aligned as those of the problem are; and where index arrays are on
-    the device, those of the four.
+    the device, those of `launch.index_views`.
     """
     if plan.kernel == "naive" or any(getattr(problem, name) is not None for name in OWN_ARRAYS):
         return None
-    if any(isinstance(getattr(problem, name), np.ndarray) for name in INDICES):
+    if any(isinstance(getattr(problem, name), np.ndarray) for name in (*INDICES, "page_table")):
         return None
     ready, steps = _steps(plan, problem)
     if not steps:

@@ -109,6 +109,20 @@ def appended(problem: Problem, new: Append) -> Iterator[Problem]:
         yield problem.replace(**fresh) if fresh else problem
 
 
+def prepare(problem: Problem, new: Append, ready: Problem) -> launch.Prepared | None:
+    """The launch for calls that differ in addresses alone, where lengths and page table are on the device; None if it has no threads.
+
+    It takes the first eleven members of the struct. ``ready`` is the problem that `appended` left.
+    """
+    threads, params = pack(
+        problem, new, None if ready.q is problem.q else ready.q, None if ready.kv_lengths is problem.kv_lengths else ready.kv_lengths, {},
+    )
+    if not threads:
+        return None
+    function = jit.function(source(name_of(problem.q.dtype)), problem.q.device)
+    return launch.Prepared([launch.Step(function, -(-threads // THREADS), THREADS)], params, addresses=11)
+
+
 def units(problem: Problem, new: Append) -> tuple[dict[str, int], list[int]]:
     """How rows are cut, as fields of the struct; and the threads for keys, values, queries and lengths."""
     pairs = 0 if new.rope is None else new.rope.cos.shape[1]
