@@ -99,14 +99,26 @@ def stream_pointer(stream: Any) -> int:
     return int(getattr(stream, "cuda_stream", stream))  # PyTorch's streams have the protocol from 2.10 on
 
 
+def allocator() -> Callable[[int], Any]:
+    """The function that gives memory of CuPy's pool on its current device and stream: an object with ``ptr``."""
+    import cupy
+
+    return cupy.cuda.alloc
+
+
+def is_capturing() -> bool:
+    """Whether CuPy's current stream is being captured."""
+    import cupy
+
+    return bool(cupy.cuda.runtime.streamIsCapturing(cupy.cuda.get_current_stream().ptr))
+
+
 def refuse_capture(what: str) -> None:
     """Raise RuntimeError if CuPy's current stream is being captured; the capture goes on without the call.
 
     ``what`` was made for this call alone: a replay would find something else in its memory.
     """
-    import cupy
-
-    if cupy.cuda.runtime.streamIsCapturing(cupy.cuda.get_current_stream().ptr):
+    if is_capturing():
         raise RuntimeError(f"the call cannot be captured in a CUDA graph: {what} would be gone when the graph is replayed")
 
 

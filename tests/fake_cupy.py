@@ -232,6 +232,12 @@ def compute(name: str, p: np.ndarray) -> None:
         target[(..., written) if packed else ...] = lse[(..., written) if packed else ...]
 
 
+def pooled(size: int) -> SimpleNamespace:
+    """Memory that lives as long as this refers to it."""
+    array = FakeArray((size,), np.uint8)
+    return SimpleNamespace(ptr=array.data.ptr, array=array)
+
+
 @contextlib.contextmanager
 def pretended_gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
     """Two H200s that are not there."""
@@ -239,6 +245,7 @@ def pretended_gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
     cupy, cupy_cuda, runtime = ModuleType("cupy"), ModuleType("cupy.cuda"), ModuleType("cupy.cuda.runtime")
     cupy.ndarray, cupy.cuda, cupy_cuda.runtime = FakeArray, cupy_cuda, runtime
     cupy.empty = FakeArray
+    cupy_cuda.alloc = pooled
     cupy.broadcast_to = lambda a, shape: a._view(np.broadcast_to(a.host, shape))
     cupy.asarray = lambda a: FakeArray((), host=np.array(a))
     runtime.getDevice = lambda: fake.current().device

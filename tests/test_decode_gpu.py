@@ -67,11 +67,17 @@ def test_lengths_on_the_device_are_those_of_the_host(width, page, dtype):
     theirs = [x.copy() for x in s.caches]
     table = None if s.table is None else s.table.get()
     want = s.decode(lengths, theirs, table, out=cupy.empty_like(s.out))
+    before = [x.get() for x in s.caches]
     on_device = cupy.asarray(lengths, width)
-    got = s.decode(on_device)
-    compare.assert_same_bits(got.get(), want.get(), "out")
-    for mine, other in zip(s.caches, theirs, strict=True):
-        compare.assert_same_bits(mine.get(), other.get(), "cache")
+    for turn in ("first", "warm", "warm, other addresses"):
+        s.caches = [cupy.asarray(x) for x in before]
+        if turn.endswith("addresses"):
+            s.q, s.k_new, s.v_new, s.out = (x.copy() for x in (s.q, s.k_new, s.v_new, s.out))
+        put(s.out, np.full(s.out.shape, np.nan, dtype))
+        got = s.decode(on_device)
+        compare.assert_same_bits(got.get(), want.get(), f"out, {turn}")
+        for mine, other in zip(s.caches, theirs, strict=True):
+            compare.assert_same_bits(mine.get(), other.get(), f"cache, {turn}")
     assert on_device.get().tolist() == lengths
 
 
