@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import itertools
 import math
 import struct
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -46,6 +49,18 @@ PREFILL_PARAMS = np.dtype(
     ],
     align=True,
 )
+
+DECODE_PARAMS = np.dtype(  # of decode_params.cuh
+    [
+        ("prefill", PREFILL_PARAMS), *((name, np.uint64) for name in ("part_out", "part_state", "arrived")),
+        *((name, np.int32) for name in (
+            "rows", "row_blocks", "heads_at_once", "runs", "least", "unit_tiles", "most_units", "unused",
+        )),
+    ],
+    align=True,
+)
+
+PARAMS = {"PrefillParams": PREFILL_PARAMS, "DecodeParams": DECODE_PARAMS}
 
 
 class StreamPointer:
@@ -169,6 +184,53 @@ def scratch(shape: tuple[int, ...], dtype: np.dtype, device: int) -> Iterator[Ar
     finally:
         runtime.freeAsync(pointer, stream)
 
+def capture_id(stream: int) -> int | None:
+    """A number of the capture that a stream takes part in, or None if it is not being captured."""
+    import cupy
+
+    if not cupy.cuda.runtime.streamIsCapturing(stream):
+        return None
+    status, number = ctypes.c_int(), ctypes.c_uint64()
+    with contextlib.suppress(OSError, AttributeError):  # the driver has another name, or lacks the function
+        driver = ctypes.CDLL("libcuda.so.1")  # CuPy has no such function
+        if driver.cuStreamGetCaptureInfo_v2(ctypes.c_void_p(stream), ctypes.byref(status), ctypes.byref(number), None, None, None) == 0:
+            return number.value
+    return next(_unknown_captures)
+
+
+_unknown_captures = itertools.count(-1, -1)
+
+
+class Counters:
+    """Memory that is 0 before a kernel and after it.
+
+    A call gets it from CuPy's pool, in the order of the stream, and sets it to 0. What a captured call gets is kept for good, as the graph
+    may be replayed at any time; the calls that one capture takes from one stream run one after the other and share it, so that it is set
+    to 0 once in a replay.
+    """
+
+    def __init__(self) -> None:
+        self._kept: dict[tuple[int, int, int], list[Any]] = {}  # the last one is in use
+        self._lock = threading.Lock()
+
+    def take(self, size: int) -> Any:
+        """So many bytes on CuPy's current device and stream, as an array to be kept until the kernel is launched."""
+        import cupy
+
+        stream = cupy.cuda.get_current_stream().ptr
+        capture = capture_id(stream)
+        if capture is None:
+            memory = cupy.empty(size, np.uint8)
+            cupy.cuda.runtime.memsetAsync(memory.data.ptr, 0, size, stream)
+            return memory
+        with self._lock:
+            kept = self._kept.setdefault((cupy.cuda.runtime.getDevice(), stream, capture), [])
+            if not kept or kept[-1].size < size:
+                memory = cupy.empty(size, np.uint8)
+                cupy.cuda.runtime.memsetAsync(memory.data.ptr, 0, size, stream)
+                kept.append(memory)
+            return kept[-1]
+
 
 def launch(function: Any, grid: int, threads: int, shared_memory: int, params: np.ndarray, stream: int) -> None:
     """Launch a one-dimensional grid whose only argument is a parameter struct, a structured array of one element."""
@@ -204,9 +266,13 @@ class Prepared:
     come from two threads or one interrupts the other. CUDA has copied the struct when the launch returns.
     """
 
-    __slots__ = ("_before", "_free", "_last", "_params", "_write")
+    __slots__ = ("_before", "_fill", "_free", "_last", "_params", "_write")
 
-    def __init__(self, steps: Sequence[Step], params: np.ndarray, addresses: int):
+    def __init__(
+        self, steps: Sequence[Step], params: np.ndarray, addresses: int,
+        fill: Callable[[bytearray], contextlib.AbstractContextManager[None]] | None = None,
+    ):
+        self._fill = fill  # puts in what is allocated for each call; it is there inside
         *self._before, self._last = ((s.function, (s.grid, 1, 1), (s.threads, 1, 1), s.shared_memory) for s in steps)
         self._params = params.tobytes()
         self._write = struct.Struct(f"={addresses}Q").pack_into
@@ -220,11 +286,18 @@ class Prepared:
             memory = bytearray(self._params)
             mine = memory, (by_value(np.frombuffer(memory, f"V{len(memory)}")),)  # see `opaque`
         self._write(mine[0], 0, *addresses)
-        for function, grid, block, shared_memory in self._before:
-            function(grid, block, mine[1], shared_memory)
-        function, grid, block, shared_memory = self._last
-        function(grid, block, mine[1], shared_memory)
+        if self._fill is None:
+            self._launch(mine[1])
+        else:
+            with self._fill(mine[0]):
+                self._launch(mine[1])
         self._free.append(mine)
+
+    def _launch(self, arguments: tuple[Any]) -> None:
+        for function, grid, block, shared_memory in self._before:
+            function(grid, block, arguments, shared_memory)
+        function, grid, block, shared_memory = self._last
+        function(grid, block, arguments, shared_memory)
 
 
 def element_strides(a: ArrayView, axes: str) -> tuple[int, int, int, int]:

@@ -34,7 +34,7 @@ class Target(NamedTuple):
 # Every pair that exists. A new backend is one more line here, and what it declines stands in ABSENT.
 HOST = (Target("reference", "naive"), Target("cpu", "fa2"), Target("cpu", "decode"), Target("cpu", "naive"))
 NUMBA_CUDA = (Target("numba-cuda", "fa1"), Target("numba-cuda", "decode"))
-CUDA = (Target("cuda", "fa2"), Target("cuda", "fa1"), Target("cuda", "naive"))
+CUDA = (Target("cuda", "fa2"), Target("cuda", "fa1"), Target("cuda", "decode"), Target("cuda", "naive"))
 ALL_TARGETS = (*HOST, *NUMBA_CUDA, *CUDA)
 GRADIENT_HOST = (Target("reference", "naive"), Target("cpu", "fa2"))
 
@@ -65,6 +65,13 @@ ABSENT: dict[str, dict[str, str]] = {
     "cuda/fa1": {
         **{name: f"it has no {name}" for name in ("softcap", "alibi_slopes", "sinks", "bias", "mask", "page_table")},
         **{name: f"{name} is not part" for name in ("score_mod", "mask_mod", "num_splits")},
+        **{dtype: f"{dtype} arrays; it takes float16" for dtype in ("float32", "float64")},
+        "sqdist": "score='sqdist' is not part",
+        **WIDER,
+    },
+    "cuda/decode": {
+        "packed": "it has no packed sequences", "bias": "it has no bias",
+        **{name: f"{name} is not part" for name in ("score_mod", "mask_mod")},
         **{dtype: f"{dtype} arrays; it takes float16" for dtype in ("float32", "float64")},
         "sqdist": "score='sqdist' is not part",
         **WIDER,

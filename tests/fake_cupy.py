@@ -6,6 +6,7 @@ The kernels are not run: a launch reads addresses and strides from the struct, a
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import itertools
 import sys
 import threading
@@ -103,6 +104,8 @@ class Gpu:
         def run(grid: tuple, block: tuple, args: tuple, shared: int = 0, stream: Any = None) -> None:
             (params,) = args
             assert params.dtype.fields is None and params.shape == (1,) and shared == shared_memory
+            if source.name.startswith("decode"):  # whose struct begins with the other
+                params = params.view(launch.DECODE_PARAMS)["prefill"]
             params = params.view(cuda_append.PARAMS if source.file == "kv_append.cu" else launch.PREFILL_PARAMS)
             for hook in self.before:
                 hook(params)
@@ -194,7 +197,7 @@ def append_rows(p: np.ndarray) -> None:
 
 
 def compute(name: str, p: np.ndarray) -> None:
-    """What an instance of prefill_fa2 writes, by the oracle."""
+    """What an instance of prefill_fa2 or decode writes, by the oracle."""
     if name.startswith("clear_rows"):
         clear(name, p)
         return
@@ -248,6 +251,7 @@ def pretended_gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
     cupy_cuda.alloc = pooled
     cupy.broadcast_to = lambda a, shape: a._view(np.broadcast_to(a.host, shape))
     cupy.asarray = lambda a: FakeArray((), host=np.array(a))
+    runtime.memsetAsync = lambda pointer, value, size, stream: ctypes.memset(pointer, value, size)
     runtime.getDevice = lambda: fake.current().device
     runtime.streamIsCapturing = lambda stream: fake.capturing
     runtime.mallocAsync, runtime.freeAsync = fake.malloc, fake.free

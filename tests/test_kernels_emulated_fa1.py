@@ -118,7 +118,8 @@ def test_what_is_left_to_fa2_is_declined_with_a_reason():
         assert f"no {name}" in cuda.decline(problems.build_attention(a, a, a, **{name: value}), "fa1")
     wide = a.astype(np.float32)
     assert "float32" in cuda.decline(problems.build_attention(wide, wide, wide), "fa1")
-    assert cuda.auto_kernels(problems.build_attention(a, a, a)) == ("fa2",)
+    long = np.zeros((1, 80, 2, 16), F16)
+    assert cuda.auto_kernels(problems.build_attention(long, long, long)) == ("fa2",)
     with pytest.raises(Exception, match="fa1") as refusal:
         problems.build_attention(a, a, a, kernel="fa0")
     assert isinstance(refusal.value, ValueError)

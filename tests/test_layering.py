@@ -28,7 +28,7 @@ ROOMS = (
     ("planner",),
     ("backends",),
     ("jit", "launch"),
-    ("tiles_fp", "tiles_fa1"),
+    ("tiles_fp", "tiles_fa1", "tiles_decode"),
     ("compiled", "tiles"),
     ("reference", "alibi", "device", "host"),
     ("modifiers",),

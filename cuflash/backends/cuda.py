@@ -14,19 +14,19 @@ import numpy as np
 from .. import device, jit, launch, tiles
 from ..tiles import Tile
 from ..types import HOST, INDICES, UNBOUNDED, ArrayView, Plan, Problem, name_of
-from . import cuda_append, cuda_fa1, cuda_fp, naive_cuda, packed
+from . import cuda_append, cuda_decode, cuda_fa1, cuda_fp, naive_cuda, packed
 from .cuda_instance import (
     CUDA_TYPES, MASK_ARRAY, MASK_LEFT, MASK_LENGTH, MASK_RIGHT, SCORE_ALIBI, SCORE_BIAS, SCORE_BIAS32, SCORE_PLAIN, SCORE_SCALED,
     SCORE_SOFTCAP, SHORT_TYPES, PrefillInstance,
 )
 
 NAME = "cuda"
-KERNELS = ("fa2", "fa1", "naive")
+KERNELS = ("fa2", "fa1", "decode", "naive")
 
 TYPES = ("float16", "bfloat16")  # of prefill_fa2 and prefill_fa1
 LARGEST_GRID = 2**31 - 1
 CLEAR_ROWS = 128  # of a block of clear_rows.cu
-TAKES_DEVICE_INDICES = ("fa2",)  # kernels that read lengths and cu_seqlens where they are
+TAKES_DEVICE_INDICES = ("fa2", "decode")  # kernels that read lengths and cu_seqlens where they are
 # Arrays of a call that were made for it alone, or that results may overlap: with them no launch is prepared.
 OWN_ARRAYS = ("alibi_slopes", "sinks", "bias", "mask")
 
@@ -61,7 +61,7 @@ AnyInstance = Instance | cuda_fp.Instance | cuda_fa1.Instance
 
 def auto_kernels(problem: Problem) -> tuple[str, ...]:
     """Kernels for kernel="auto", best first. fa1 is there to be compared: fa2 does all that it does, faster."""
-    return ("fa2",)
+    return ("decode", "fa2") if cuda_decode.suits(problem) else ("fa2",)
 
 
 @functools.lru_cache(maxsize=1)
@@ -85,7 +85,8 @@ def decline(problem: Problem, kernel: str) -> str | None:
     if kernel == "naive":
         return naive_cuda.decline(problem)
     dtype, out = name_of(problem.q.dtype), name_of(problem.out_dtype)
-    if kernel == "fa1" and (reason := cuda_fa1.decline(problem)) is not None:
+    own = {"fa1": cuda_fa1.decline, "decode": cuda_decode.decline}.get(kernel)
+    if own is not None and (reason := own(problem)) is not None:
         return reason
     if dtype not in SHORT_TYPES or (dtype in TYPES and out not in TYPES):
         return f"{dtype} arrays with {out} results; it weighs values in 16 bits, so that it offers float16 and bfloat16 results only"
@@ -95,7 +96,7 @@ def decline(problem: Problem, kernel: str) -> str | None:
         return "float32 arrays with float64 results, which would show that its products keep 22 to 23 bits of 24"
     absent = {
         "score_mod": problem.score_mod is not None, "mask_mod": problem.mask_mod is not None, "score='sqdist'": problem.score == "sqdist",
-        "num_splits": (problem.num_splits or 1) > 1,
+        "num_splits": (problem.num_splits or 1) > 1 and kernel != "decode",
     }
     for name, asked in absent.items():
         if asked:
@@ -126,7 +127,7 @@ def decline(problem: Problem, kernel: str) -> str | None:
     return None
 
 
-def instance(problem: Problem, info: device.DeviceInfo, kernel: str = "fa2") -> AnyInstance | None:
+def instance(problem: Problem, info: device.DeviceInfo, kernel: str = "fa2") -> AnyInstance | cuda_decode.Instance | None:
     """The kernel instance for these arrays, or None if no tile fits the GPU."""
     d, dv = tiles.head_class(problem.head_dim), tiles.head_class(problem.head_dim_v)
     left, right = (side != UNBOUNDED for side in problem.window)
@@ -134,6 +135,8 @@ def instance(problem: Problem, info: device.DeviceInfo, kernel: str = "fa2") -> 
     if problem.mask is not None:
         mask |= MASK_ARRAY
     load, score = launch.copy_bytes((problem.q, problem.k, problem.v)), score_kind(problem)
+    if kernel == "decode":
+        return cuda_decode.instance(problem, info, load, score)
     if kernel == "fa1":
         return cuda_fa1.instance(problem, mask, score, load, info)
     if name_of(problem.q.dtype) not in TYPES:
@@ -178,6 +181,12 @@ def plan(problem: Problem, kernel: str) -> Plan:
     chosen = instance(problem, info, kernel)
     assert chosen is not None  # else it was declined
     t = chosen.tile
+    if isinstance(chosen, cuda_decode.Instance):
+        how = cuda_decode.split(problem, t, info)
+        return Plan(
+            kernel=kernel, backend=NAME, reason=f"{cuda_decode.why(problem, chosen, how)} on {info.name}", tile=(t.m, t.n),
+            num_splits=how.parts, threads=t.threads, workspace=cuda_decode.workspace(problem, chosen, how).total, extra=(chosen, how),
+        )
     units = cuda_fp.why(chosen) if isinstance(chosen, cuda_fp.Instance) else "tensor cores (mma.sync)"
     warps = f"{t.warps} warps" + " that share the keys" * (kernel == "fa1")
     why = f"{units}, {t.m} rows x {t.n} keys a block of {warps}, {chosen.shared_memory:,} bytes of shared memory on {info.name}"
@@ -205,8 +214,10 @@ def _section(problem: Problem, chosen: AnyInstance, info: device.DeviceInfo) -> 
     return -(-pairs // sections)
 
 
-def _grid(problem: Problem, chosen: AnyInstance) -> int:
+def _grid(problem: Problem, chosen: AnyInstance | cuda_decode.Instance) -> int:
     m = chosen.tile.m
+    if isinstance(chosen, cuda_decode.Instance):
+        return 0  # as many blocks as the GPU holds
     if chosen.flat:
         return problem.heads_q * launch.flat_tiles(problem, m) if problem.q.shape[0] else 0
     return problem.batch * problem.heads_q * -(-problem.seqlen_q // m) * chosen.slices
@@ -216,6 +227,9 @@ def run(plan: Plan, problem: Problem) -> None:
     """Write problem.out, and problem.lse unless it is None."""
     if plan.kernel == "naive":
         naive_cuda.run(plan, problem)
+        return
+    if plan.kernel == "decode":
+        cuda_decode.run(plan, problem, _small_arrays)
         return
     ready, steps = _steps(plan, problem)
     if not steps and not problem.varlen:
@@ -238,6 +252,8 @@ def prepare(plan: Plan, problem: Problem) -> launch.Prepared | None:
         return None
     if any(isinstance(getattr(problem, name), np.ndarray) for name in (*INDICES, "page_table")):
         return None
+    if plan.kernel == "decode":
+        return cuda_decode.prepare(plan, problem)
     ready, steps = _steps(plan, problem)
     if not steps:
         return None
@@ -247,7 +263,7 @@ def prepare(plan: Plan, problem: Problem) -> launch.Prepared | None:
 def make_ready(plan: Plan, problem: Problem) -> None:
     """Fail as ``run`` would: for want of a compiler, or in a stream capture that it cannot be part of. Nothing is launched."""
     if plan.kernel != "naive":
-        _steps(plan, problem)
+        (cuda_decode.launches if plan.kernel == "decode" else _steps)(plan, problem)
         if wanted := launch.small_arrays(problem):
             launch.refuse_capture(launch.copied(wanted))
 
@@ -310,6 +326,7 @@ def instances(arch: str) -> Iterator[jit.Source]:
     yield from (chosen.source for chosen in common(arch))
     yield from (chosen.source for chosen in cuda_fp.common(representative(arch)))
     yield from (chosen.source for chosen in cuda_fa1.common(representative(arch)))
+    yield from (chosen.source for chosen in cuda_decode.common(representative(arch)))
     for flat in (False, True):
         yield clear_source(2, 4, flat)
     for itemsize in (4, 8):

@@ -30,6 +30,7 @@ class PrefillInstance:
 
     KERNEL: ClassVar[str]  # "prefill_fa2", of prefill_fa2.cu
     TILES: ClassVar[str]  # the file that counts shared memory as the kernel does
+    PARAMS: ClassVar[str] = "PrefillParams"
     paged = flat = False  # which some kernels have as fields
     slices = 1  # blocks that share the value columns of the same rows
 
@@ -78,10 +79,10 @@ class PrefillInstance:
         arguments = (str(x).lower() if isinstance(x, bool) else str(x) for x in self.arguments)
         stub = (
             f"using Instance = {template}<{', '.join(arguments)}>;\n"
-            f'static_assert(sizeof(PrefillParams) == {launch.PREFILL_PARAMS.itemsize}, "launch.py mirrors params.cuh");\n'
+            f'static_assert(sizeof({self.PARAMS}) == {launch.PARAMS[self.PARAMS].itemsize}, "launch.py mirrors it");\n'
             f'static_assert(Instance::SMEM_BYTES == {self.shared_memory}, "{self.TILES} counts shared memory as the kernel does");\n'
             f'extern "C" __global__ void __launch_bounds__(Instance::THREADS, {self.tile.resident}) {self.name}('
-            "const __grid_constant__ PrefillParams p) {\n"
+            f"const __grid_constant__ {self.PARAMS} p) {{\n"
             "    extern __shared__ __align__(1024) unsigned char smem[];\n"
             f"    {self.KERNEL}<Instance>(p, smem);\n"
             "}\n"

@@ -22,6 +22,9 @@ template <int MASK> struct Visibility {
     __device__ __forceinline__ Visibility(const PrefillParams& p, const Sequence& s)
         : begin(s.kv_start), end(s.kv_length), left(p.window_left), right(p.window_right) {}
 
+    __device__ __forceinline__ Visibility(const PrefillParams& p, const KeyRange& range)
+        : begin(range.begin), end(range.end), left(p.window_left), right(p.window_right) {}
+
     // Forget the keys outside a range that holds all that the block's rows may see: what a row sees stays the same.
     __device__ __forceinline__ void narrow(const KeyRange& range) { begin = range.begin, end = range.end; }
 
@@ -47,22 +50,32 @@ template <int MASK> struct Visibility {
     }
 };
 
+// -inf in one row of a lane's scores where keys are invisible; i: the row's position, the rest as in apply_mask.
+template <int MASK, class Order, class T, int MT, int NT>
+__device__ __forceinline__ void mask_row(T (&s)[MT][NT][4], int row, const Visibility<MASK>& visible, int i, int key) {
+    const KeyRange range = visible.of_all(i, i);
+    const int count = max(range.end - range.begin, 0), first = key - range.begin;
+#pragma unroll
+    for (int nt = 0; nt < NT; ++nt)
+#pragma unroll
+        for (int c = 0; c < 2; ++c)
+            if (u32(first + Order::key(nt) + c) >= u32(count)) s[row / 2][nt][row % 2 * 2 + c] = -infinity();
+}
+
 // -inf in the scores of a warp that are invisible. Lane l holds, of 16 x 8 tile (mt, nt), rows 16 mt + l / 4 (+ 8) and columns
 // 8 nt + 2 (l % 4) (+ 1), which stand for keys as Order says; `position` is that of row l / 4 of the first tile, `key` that of column
 // 2 (l % 4).
 template <int MASK, class Order, class T, int MT, int NT>
 __device__ __forceinline__ void apply_mask(T (&s)[MT][NT][4], const Visibility<MASK>& visible, int position, int key) {
 #pragma unroll
-    for (int row = 0; row < 2 * MT; ++row) {
-        const int i = position + 8 * row;
-        const KeyRange range = visible.of_all(i, i);
-        const int count = max(range.end - range.begin, 0), first = key - range.begin;
+    for (int row = 0; row < 2 * MT; ++row) mask_row<MASK, Order>(s, row, visible, position + 8 * row, key);
+}
+
+// The same where the lane's rows stand at any positions.
+template <int MASK, class Order, class T, int MT, int NT>
+__device__ __forceinline__ void apply_mask(T (&s)[MT][NT][4], const Visibility<MASK>& visible, const int (&position)[2 * MT], int key) {
 #pragma unroll
-        for (int nt = 0; nt < NT; ++nt)
-#pragma unroll
-            for (int c = 0; c < 2; ++c)
-                if (u32(first + Order::key(nt) + c) >= u32(count)) s[row / 2][nt][row % 2 * 2 + c] = -infinity();
-    }
+    for (int row = 0; row < 2 * MT; ++row) mask_row<MASK, Order>(s, row, visible, position[row], key);
 }
 
 // The same where the boolean array has 0.

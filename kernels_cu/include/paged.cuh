@@ -35,7 +35,10 @@ struct PagedTileLoader : TileLoader<Tile, THREADS, LOAD, GROUPED> {
     __device__ __forceinline__ PagedTileLoader(
         const PrefillParams& p, const void* base, const Strides& s, const WorkItem& work, const Sequence&, int columns
     )
-        : Base(base, s, 0, 0, work.head / p.group, columns), page_stride(s.batch), p(p), batch(work.batch) {}
+        : PagedTileLoader(p, base, s, work.batch, work.head / p.group, columns) {}
+
+    __device__ __forceinline__ PagedTileLoader(const PrefillParams& p, const void* base, const Strides& s, int batch, int head_kv, int columns)
+        : Base(base, s, 0, 0, head_kv, columns), page_stride(s.batch), p(p), batch(batch) {}
 
     __device__ __forceinline__ void look_up(Pages& pages, int thread, int tile_row, int begin, int end) const {
         pages.look_up(p, batch, thread / Tile::CHUNKS, tile_row, begin, end);
@@ -93,6 +96,9 @@ template <class C, class Tile, u32 BAD> struct KvLoader<C, Tile, BAD, false> : T
         const PrefillParams& p, const void* base, const Strides& s, const WorkItem& work, const Sequence& seq, int columns
     )
         : Base(base, s, work.batch, seq.k_begin, work.head / p.group, columns) {}
+
+    __device__ __forceinline__ KvLoader(const PrefillParams&, const void* base, const Strides& s, int batch, int head_kv, int columns)
+        : Base(base, s, batch, 0, head_kv, columns) {}
 
     __device__ __forceinline__ void look_up(Pages&, int, int, int, int) const {}
 

@@ -69,6 +69,26 @@ __device__ __forceinline__ void load_gmem(u32& a, u32& b, u32& c, u32& d, const 
     asm volatile("ld.global.nc.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(a), "=r"(b), "=r"(c), "=r"(d) : "l"(gmem));
 }
 
+// What other blocks of the grid have written: past the L1 cache.
+__device__ __forceinline__ float2 load_gmem_l2(const float2* gmem) {
+    float2 x;
+    asm volatile("ld.global.cg.v2.f32 {%0, %1}, [%2];" : "=f"(x.x), "=f"(x.y) : "l"(gmem) : "memory");
+    return x;
+}
+
+__device__ __forceinline__ float4 load_gmem_l2(const float4* gmem) {
+    float4 x;
+    asm volatile("ld.global.cg.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w) : "l"(gmem) : "memory");
+    return x;
+}
+
+// The counter before; it goes up by 1, and from `last` back to 0.
+__device__ __forceinline__ u32 count_up(u32* counter_gmem, u32 last) {
+    u32 x;
+    asm volatile("atom.global.inc.u32 %0, [%1], %2;" : "=r"(x) : "l"(counter_gmem), "r"(last) : "memory");
+    return x;
+}
+
 __device__ __forceinline__ void copies_commit() {
 #if CUFLASH_ARCH >= 800
     asm volatile("cp.async.commit_group;" ::: "memory");
@@ -96,6 +116,10 @@ __device__ __forceinline__ void ldmatrix_x4_transposed(u32 (&d)[4], u32 smem) {
 }
 
 __device__ __forceinline__ void store_smem(u32 smem, u32 x) { asm volatile("st.shared.b32 [%0], %1;" ::"r"(smem), "r"(x) : "memory"); }
+
+__device__ __forceinline__ void store_smem(u32 smem, uint2 x) {
+    asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(smem), "r"(x.x), "r"(x.y) : "memory");
+}
 
 __device__ __forceinline__ void store_smem(u32 smem, uint4 x) {
     asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(smem), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w) : "memory");

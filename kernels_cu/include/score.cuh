@@ -28,8 +28,14 @@ template <int SCORE> struct ScoreTransform {
         if constexpr ((SCORE & SCORE_ALIBI) != 0) slope = p.alibi_slopes[i64(batch) * p.heads_q + head];
     }
 
+    __device__ __forceinline__ ScoreTransform(const PrefillParams& p)  // whose rows have slopes of their own
+        : scale((SCORE & SCORE_SOFTCAP) != 0 ? p.scale * (1.0f / TANH_UNIT) : p.scale), softcap(p.softcap), slope(0.0f) {}
+
     // s: the score, or its tanh. distance: i - j.
-    __device__ __forceinline__ float operator()(float s, float distance, float bias) const {
+    __device__ __forceinline__ float operator()(float s, float distance, float bias) const { return (*this)(s, distance, bias, slope); }
+
+    // The same for a row of another head, with the slope of that.
+    __device__ __forceinline__ float operator()(float s, float distance, float bias, float slope) const {
         const float factor = (SCORE & SCORE_SOFTCAP) != 0 ? softcap : scale;
         float x = bias_bytes(SCORE) != 0 ? fmaf(s, factor, bias) : s * factor;
         if constexpr ((SCORE & SCORE_ALIBI) != 0) x = fmaf(-slope, fabsf(distance), x);
@@ -62,6 +68,28 @@ __device__ __forceinline__ void apply_score(
                 for (int c = 0; c < 2; ++c) {
                     float& x = s[row / 2][nt][row % 2 * 2 + c];
                     x = score(x, distance - float(Order::key(nt) + c), bias_at<T>(bias, row, nt, c));
+                }
+        }
+    }
+}
+
+// The same without a bias, where the lane's rows stand at any positions and belong to heads of these slopes.
+template <int SCORE, class Order, int MT, int NT>
+__device__ __forceinline__ void apply_score(
+    float (&s)[MT][NT][4], const ScoreTransform<SCORE>& score, const float (&slope)[2 * MT], const int (&position)[2 * MT], int key
+) {
+    static_assert(bias_bytes(SCORE) == 0, "");
+    if constexpr ((SCORE & SCORE_SOFTCAP) != 0) apply_tanh(s, score.scale);
+    if constexpr (!ScoreTransform<SCORE>::FACTOR_LEFT) {
+#pragma unroll
+        for (int row = 0; row < 2 * MT; ++row) {
+            const float distance = float(position[row] - key);
+#pragma unroll
+            for (int nt = 0; nt < NT; ++nt)
+#pragma unroll
+                for (int c = 0; c < 2; ++c) {
+                    float& x = s[row / 2][nt][row % 2 * 2 + c];
+                    x = score(x, distance - float(Order::key(nt) + c), 0.0f, slope[row]);
                 }
         }
     }

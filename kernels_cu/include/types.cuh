@@ -56,3 +56,9 @@ template <class T> __device__ __forceinline__ float2 not_finite2(u32 x) {
     const float2 f = unpack2<T>(x);
     return {fabsf(f.x) < infinity() ? 0.0f : f.x, fabsf(f.y) < infinity() ? 0.0f : f.y};
 }
+
+// Whether one of eight numbers is infinite or NaN.
+template <class T> __device__ __forceinline__ bool any_not_finite(uint4 x) {
+    const float2 a = not_finite2<T>(x.x), b = not_finite2<T>(x.y), c = not_finite2<T>(x.z), d = not_finite2<T>(x.w);
+    return a.x != 0.0f || a.y != 0.0f || b.x != 0.0f || b.y != 0.0f || c.x != 0.0f || c.y != 0.0f || d.x != 0.0f || d.y != 0.0f;
+}

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 from cuflash import arrays, jit, launch, tiles_fp
-from cuflash.backends import cuda, cuda_append, cuda_fa1, cuda_fp, packed
+from cuflash.backends import cuda, cuda_append, cuda_decode, cuda_fa1, cuda_fp, packed
 from cuflash.device import DeviceInfo
 from cuflash.types import Append, ArrayView, Problem
 
@@ -262,6 +262,38 @@ class Emulator:
         for a in (*caches.values(), *made.values()):
             a.write_back()
         return problem.replace(**fresh)
+
+    def run_decode(
+        self, problem: Problem, info: DeviceInfo, instance: cuda_decode.Instance, how: cuda_decode.Split, side: Side = "end",
+    ) -> None:
+        """Write ``problem.out`` and ``problem.lse`` as the raw decode kernel would; arguments as for :meth:`run`.
+
+        The workspace holds NaN at first, but for the counters, which must be 0 again afterwards.
+        """
+        blocks = cuda_decode.blocks(problem, how)
+        if blocks == 0:
+            return
+        inputs = {name: Guarded(a, side) for name in ("q", "k", "v", "mask") if (a := getattr(problem, name)) is not None}
+        results = {name: Guarded(a, side, writable=True) for name in ("out", "lse") if (a := getattr(problem, name)) is not None}
+        small = {name: Guarded(arrays.view(value, name), side) for name, value in launch.small_arrays(problem).items()}
+        small |= {name: Guarded(getattr(problem, name), side) for name in problem.indices_on_device}
+        size = cuda_decode.workspace(problem, instance, how)
+        parts, arrived = np.full(max(16, size.part_out + size.part_state), 0xFF, np.uint8), np.zeros(max(16, size.arrived), np.uint8)
+        scratch = {name: Guarded(arrays.view(a, name), side, writable=True) for name, a in (("parts", parts), ("arrived", arrived))}
+        moved = problem.replace(**{name: a.view for name, a in {**inputs, **results}.items()})
+        pointers = {name: a.view.pointer for name, a in small.items()}
+        at = scratch["parts"].view.pointer
+        params = cuda_decode.pack(moved, instance, how, pointers, (at, at + size.part_out, scratch["arrived"].view.pointer))
+        memory_of_call = {**inputs, **results, **small, **scratch}
+        try:
+            for source, grid, threads, shared in cuda_decode.steps(problem, instance, how):
+                library = self.prepare_source(source, "DecodeParams", 750 if info.cc < (8, 0) else 800).result()
+                self.execute(library, params, grid, threads, shared, memory_of_call)
+        except EmulationError as error:
+            raise EmulationError(f"{instance.name}, {error}") from None
+        for a in (*results.values(), *scratch.values()):
+            a.write_back()
+        assert not arrived.any(), "a counter is not 0 after the call"
 
 
 def chosen(problem: Problem, info: DeviceInfo, kernel: str = "fa2") -> Instance:

@@ -17,8 +17,11 @@ extern unsigned block;  // its block
 #define __launch_bounds__(...)
 #define __align__(bytes) __attribute__((aligned(bytes)))
 
-struct float2 {
+struct __align__(8) float2 {
     float x, y;
+};
+struct __align__(16) float4 {
+    float x, y, z, w;
 };
 struct __align__(8) uint2 {
     unsigned x, y;
@@ -81,11 +84,14 @@ void __syncthreads();
 int __syncthreads_or(int);
 bool __any_sync(unsigned, bool);
 void __syncwarp();
+inline void __threadfence() {}  // blocks run one after the other
+inline int __popc(unsigned x) { return __builtin_popcount(x); }
 unsigned __ballot_sync(unsigned, bool);
 float __shfl_xor_sync(unsigned, float, int);
 double __shfl_xor_sync(unsigned, double, int);
 unsigned __shfl_xor_sync(unsigned, unsigned, int);
 float __shfl_sync(unsigned, float, int);
+unsigned __shfl_sync(unsigned, unsigned, int);
 double __shfl_sync(unsigned, double, int);
 
 // ---- PTX ----------------------------------------------------------------------------------------------------------------
@@ -122,6 +128,9 @@ void ld_global_nc_b32(b32& x, const void* from);
 void prefetch_global_L2(const void* from);
 void ld_global_nc_v2_b32(b32& x, b32& y, const void* from);
 void ld_global_nc_v4_b32(b32& x, b32& y, b32& z, b32& w, const void* from);
+void ld_global_cg_v2_f32(float& x, float& y, const void* from);
+void ld_global_cg_v4_f32(float& x, float& y, float& z, float& w, const void* from);
+void atom_global_inc_u32(b32& before, void* counter, b32 last);
 void ld_shared_b32(b32& x, b32 from);
 void ld_shared_v4_b32(b32& x, b32& y, b32& z, b32& w, b32 from);
 void st_shared_b32(b32 to, b32 x);

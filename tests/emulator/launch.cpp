@@ -52,6 +52,7 @@ float __shfl_xor_sync(unsigned, float x, int mask) { return exchanged("__shfl_xo
 double __shfl_xor_sync(unsigned, double x, int mask) { return exchanged("__shfl_xor_sync", x, emulator::current ^ mask); }
 unsigned __shfl_xor_sync(unsigned, unsigned x, int mask) { return exchanged("__shfl_xor_sync", x, emulator::current ^ mask); }
 float __shfl_sync(unsigned, float x, int lane) { return exchanged("__shfl_sync", x, lane); }
+unsigned __shfl_sync(unsigned, unsigned x, int lane) { return exchanged("__shfl_sync", x, lane); }
 double __shfl_sync(unsigned, double x, int lane) { return exchanged("__shfl_sync", x, lane); }
 
 namespace emulator {

@@ -105,6 +105,20 @@ void ld_global_nc_v2_b32(b32& x, b32& y, const void* from) { read_words(read_glo
 void ld_global_nc_v4_b32(b32& x, b32& y, b32& z, b32& w, const void* from) {
     read_words(read_global(from, 16, "ld.global"), x, y, z, w);
 }
+void ld_global_cg_v2_f32(float& x, float& y, const void* from) {
+    const auto* number = static_cast<const float*>(read_global(from, 8, "ld.global"));
+    x = number[0], y = number[1];
+}
+void ld_global_cg_v4_f32(float& x, float& y, float& z, float& w, const void* from) {
+    const auto* number = static_cast<const float*>(read_global(from, 16, "ld.global"));
+    x = number[0], y = number[1], z = number[2], w = number[3];
+}
+void atom_global_inc_u32(b32& before, void* counter, b32 last) {
+    read_global(counter, 4, "atom");
+    auto& count = *static_cast<unsigned*>(counter);
+    before = count;
+    count = before >= last ? 0 : before + 1;
+}
 void ld_shared_b32(b32& x, unsigned from) { read_words(read_shared(from, 4, "ld.shared"), x); }
 void ld_shared_v4_b32(b32& x, b32& y, b32& z, b32& w, unsigned from) {
     read_words(read_shared(from, 16, "ld.shared"), x, y, z, w);

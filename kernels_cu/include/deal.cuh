@@ -1,0 +1,201 @@
+// Who reads which keys: the tiles of all sequences, dealt out to the blocks of the grid in equal runs.
+//
+// A unit is what is never cut: a tile; or, where each sequence is cut in a way of its own (num_splits, batch_invariant), a fixed share of
+// the sequence. The units of all (sequence, pass) pairs form one row, in which every run has as many as any other, or one fewer. The
+// heads_at_once blocks of a run read the same keys at the same time, each those of its head: in memory the heads of a token are neighbours.
+// Heads beyond heads_at_once come in further passes over the sequence.
+//
+// Lengths may be known on the device alone, so every block works the deal out by itself, from the lengths of all sequences.
+#include "include/decode_params.cuh"
+#include "include/mask.cuh"
+
+// Which keys of a sequence are read: tiles of N keys from the first to the last that some query may see; at least one.
+template <int MASK, int N> struct Extent {
+    KeyRange range;
+    int first, tiles, units;
+    int position, kv_length;
+
+    __device__ __forceinline__ Extent(const DecodeParams& p, int batch) {
+        const Sequence seq = sequence(p, batch);
+        const Visibility<MASK> visible(p, seq);
+        range = visible.of_any(seq.position, seq.position + p.q_rows - 1);
+        range.end = max(range.end, range.begin);
+        first = range.begin / N;
+        tiles = range.empty() ? 1 : (range.end - 1) / N - first + 1;
+        position = seq.position, kv_length = seq.kv_length;
+        units = p.most_units == 0 ? tiles : min(p.most_units, int(u32(tiles + p.unit_tiles - 1) / u32(p.unit_tiles)));
+    }
+};
+
+struct Deal {
+    u32 each, rest;  // units of a run; as many runs have one more
+    int runs;
+
+    __device__ __forceinline__ Deal(const DecodeParams& p, int total)
+        : runs(max(1, min(p.runs, int(u32(total) / u32(p.least))))) { each = u32(total) / u32(runs), rest = u32(total) % u32(runs); }
+
+    __device__ __forceinline__ int begin(int run) const { return int(each * u32(run) + min(u32(run), rest)); }
+
+    __device__ __forceinline__ int owner(int unit) const {
+        const u32 large = (each + 1) * rest;
+        return int(u32(unit) < large ? u32(unit) / (each + 1) : rest + (u32(unit) - large) / each);
+    }
+};
+
+// Units of all sequences together, those before a sequence, and which sequence has a unit. For a whole warp, whose lanes agree.
+template <int MASK, int N> struct UnitIndex {
+    const DecodeParams& p;
+    bool uniform;  // sequences are alike
+    int own;       // units of sequence `lane`, or of all that are alike
+
+    __device__ __forceinline__ UnitIndex(const DecodeParams& p) : p(p), uniform(!p.kv_lengths && !p.kv_start) {
+        own = units(uniform ? 0 : int(threadIdx.x % 32));
+    }
+
+    __device__ __forceinline__ int units(int batch) const { return batch < p.batch ? Extent<MASK, N>(p, batch).units : 0; }
+
+    // Of sequence first + lane.
+    __device__ __forceinline__ int lane_units(int first) const { return first == 0 ? own : units(first + int(threadIdx.x % 32)); }
+
+    __device__ __forceinline__ int total() const { return uniform ? p.batch * own : before(p.batch); }
+
+    // Units before a sequence.
+    __device__ __forceinline__ int before(int batch) const {
+        if (uniform) return batch * own;
+        int sum = 0;
+#pragma unroll 1
+        for (int first = 0; first < batch; first += 32) {
+            int x = lane_units(first);
+            if (first + int(threadIdx.x % 32) >= batch) x = 0;
+#pragma unroll
+            for (int lanes = 1; lanes < 32; lanes *= 2) x += int(__shfl_xor_sync(0xffffffffu, u32(x), lanes));
+            sum += x;
+        }
+        return sum;
+    }
+
+    // The sequence of a unit below total(), and the units before that.
+    __device__ __forceinline__ int find(int unit, int& before) const {
+        if (uniform) {
+            const int batch = int(u32(unit) / u32(own));
+            before = batch * own;
+            return batch;
+        }
+        before = 0;
+        const int lane = threadIdx.x % 32;
+        int first = 0;
+#pragma unroll 1
+        while (true) {
+            int x = lane_units(first);  // becomes the units up to this lane's sequence, with it
+#pragma unroll
+            for (int lanes = 1; lanes < 32; lanes *= 2) {
+                const int y = int(__shfl_sync(0xffffffffu, u32(x), (lane - lanes) & 31));
+                if (lane >= lanes) x += y;
+            }
+            const int end = int(__shfl_sync(0xffffffffu, u32(x), 31));
+            if (unit < before + end) {
+                const int here = __popc(__ballot_sync(0xffffffffu, before + x <= unit));  // sequences that end before it
+                if (here > 0) before += int(__shfl_sync(0xffffffffu, u32(x), here - 1));
+                return first + here;
+            }
+            before += end;
+            first += 32;
+        }
+    }
+};
+
+// Where a part's partial result goes, and those of the others of the same (sequence, head).
+struct Parts {
+    int first, second, step, count;  // slots of part 0 and of part 1, from one to the next; number of parts
+
+    __device__ __forceinline__ int slot(int part) const { return part == 0 ? first : second + (part - 1) * step; }
+
+    // begin: units before the (sequence, pass), which has so many; lane: which of its run's heads.
+    __device__ __forceinline__ Parts(const DecodeParams& p, const Deal& deal, int begin, int units, int lane) {
+        step = p.heads_at_once;
+        if (p.most_units != 0) {
+            first = begin * step + lane, second = first + step, count = units;
+        } else {  // a run has two slots: the second one for the part with which it ends, where that is not the first
+            const int run = deal.owner(begin);
+            count = deal.owner(begin + units - 1) - run + 1;
+            first = (run * step + lane) * 2 + (deal.begin(run) < begin ? 1 : 0);
+            step *= 2;
+            second = (run * p.heads_at_once + lane) * 2 + step;
+        }
+    }
+};
+
+// A block's way through its run, tile by tile.
+template <int MASK, int N> struct Cursor {
+    const DecodeParams& p;
+    Deal deal;
+    int unit, end;       // in the row of all units: the next one that is not begun; end of the run
+    int batch, pass;
+    int before;          // units before the (sequence, pass)
+    int tiles, units;    // of the sequence
+    int tile, stop;      // next tile and end of the part, from the sequence's first tile on
+    int first;           // the sequence's first tile
+    KeyRange range;
+    int position, kv_length;
+
+    __device__ __forceinline__ Cursor(const DecodeParams& p, const UnitIndex<MASK, N>& index, int passes, int run)
+        : p(p), deal(p, index.total() * passes), tile(0), stop(0) {
+        unit = run < deal.runs ? deal.begin(run) : 0;
+        end = run < deal.runs ? deal.begin(run + 1) : 0;
+        if (!more()) return;
+        int sequences_before;
+        batch = index.find(int(u32(unit) / u32(passes)), sequences_before);
+        before = sequences_before * passes;
+        enter();
+        pass = int(u32(unit - before) / u32(units));
+        before += pass * units;
+        begin_part();
+    }
+
+    __device__ __forceinline__ bool more() const { return unit < end || tile < stop; }
+    __device__ __forceinline__ bool begins() const { return tile == part_begin; }
+    __device__ __forceinline__ bool ends() const { return tile + 1 == stop; }
+    __device__ __forceinline__ bool whole() const { return part_begin == 0 && stop == tiles; }
+
+    // The slot of the part.
+    __device__ __forceinline__ int slot(int run, int lane) const {
+        if (p.most_units != 0) return (unit - 1) * p.heads_at_once + lane;
+        return (run * p.heads_at_once + lane) * 2 + (deal.begin(run) < before ? 1 : 0);
+    }
+
+    __device__ __forceinline__ void advance(int passes) {
+        if (++tile < stop || unit >= end) return;
+        if (unit == before + units) {  // the sequence is done for these heads
+            before = unit;
+            if (++pass == passes) {
+                pass = 0, ++batch;
+                enter();
+            }
+        }
+        begin_part();
+    }
+
+  private:
+    int part_begin;
+
+    __device__ __forceinline__ void enter() {
+        const Extent<MASK, N> e(p, batch);
+        tiles = e.tiles, units = e.units, first = e.first, range = e.range, position = e.position, kv_length = e.kv_length;
+    }
+
+    // From `unit` on, which lies in the sequence: one unit, or as much of the run as does.
+    __device__ __forceinline__ void begin_part() {
+        const int own = unit - before;
+        if (p.most_units != 0) {
+            const u32 each = u32(tiles) / u32(units), rest = u32(tiles) % u32(units);
+            tile = int(each * u32(own) + min(u32(own), rest));
+            stop = tile + int(each) + (u32(own) < rest ? 1 : 0);
+            ++unit;
+        } else {
+            tile = own;
+            stop = min(tiles, own + end - unit);
+            unit = before + stop;
+        }
+        part_begin = tile;
+    }
+};
