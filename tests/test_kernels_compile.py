@@ -8,7 +8,7 @@ import re
 
 import pytest
 from cuflash import jit
-from cuflash.backends import cuda, cuda_append, cuda_fa1, cuda_fp
+from cuflash.backends import cuda, cuda_append, cuda_decode, cuda_fa1, cuda_fp
 
 pytestmark = pytest.mark.skipif(jit.why_unusable() is not None, reason=f"kernels cannot be compiled here: {jit.why_unusable()}")
 
@@ -42,7 +42,7 @@ def compile_all(arch: str, instances: list[cuda.AnyInstance]) -> None:
 
 def every(arch: str) -> list[cuda.AnyInstance]:
     info = cuda.representative(arch)
-    return [*cuda.common(arch), *cuda_fp.common(info), *cuda_fa1.common(info)]
+    return [*cuda.common(arch), *cuda_fp.common(info), *cuda_fa1.common(info), *cuda_decode.common(info)]
 
 
 @pytest.mark.slow
@@ -64,6 +64,14 @@ def test_one_instance_for_every_other_gpu(arch):
 def test_two_instances_of_fa1_for_every_other_gpu(arch, d):
     """Those of the two tiles that leave the fewest registers."""
     check(arch, next(i for i in cuda_fa1.common(cuda.representative(arch)) if i.d == d and i.mask == cuda.MASK_RIGHT))
+
+
+@pytest.mark.parametrize("arch", ONE_EACH)
+def test_instances_of_decode_for_every_other_gpu(arch):
+    """The widest heads that its shared memory has room for, and the most that is in one instance."""
+    instances = list(cuda_decode.common(cuda.representative(arch)))
+    check(arch, max(instances, key=lambda i: i.d))
+    check(arch, max((i for i in instances if i.d == 64), key=lambda i: len(i.name)))
 
 
 @pytest.mark.parametrize("arch", ONE_EACH)

@@ -11,7 +11,7 @@ import compare
 import numpy as np
 import pytest
 from cases import BF16, CASES, F16, F32, Case, Target, absent, alibi, case, causal, fixed, mask, sinks, tree
-from cuflash import device, launch, tiles_decode
+from cuflash import device, tiles_decode
 from cuflash import problem as problems
 from cuflash.backends import cuda, cuda_decode
 from cuflash.tiles import HEAD_CLASSES
@@ -219,7 +219,9 @@ def test_results_and_accesses(emulator, name):
         compare.assert_same_bits(first, other)
 
 
-COMBINED = ("decode-long", "splits-33", "splits-more-than-tiles", "invariant", "one-query-window-softcap-sinks", "many-sequences", "group-128")
+COMBINED = (
+    "decode-long", "splits-33", "splits-more-than-tiles", "invariant", "one-query-window-softcap-sinks", "many-sequences", "group-128",
+)
 
 
 @pytest.mark.parametrize("name", COMBINED)

@@ -273,7 +273,7 @@ def common(info: DeviceInfo) -> Iterator[Instance]:
 
     dtypes = ("float16",) if info.cc < (8, 0) else ("float16", "bfloat16")
     for d in tiles.HEAD_CLASSES:
-        for rows in (16, 32, 64):
+        for rows in (16, 32, 64) if d in (64, 128, 256) else (16,):
             yield from make(dtypes[-1], d, rows)
             yield from make("float16", d, rows, MASK_RIGHT, one=False, paged=rows == 16)
     for d in (64, 128):

@@ -1,0 +1,118 @@
+// How a block of decode.cu brings its keys, values and queries into shared memory, stage after stage. C is the configuration of decode.cu.
+#include "include/deal.cuh"
+#include "include/paged.cuh"
+#include "include/parts.cuh"
+
+// What lies in a stage; all threads agree on it.
+struct Piece {
+    int batch, head, key, flags;      // key: the tile's first one
+    KeyRange range;                   // of the sequence
+    int position, mask_key;           // of query 0; of the mask's first column
+    int slot, before, units;          // see Cursor
+    int queries;                      // where they are in shared memory
+
+    static constexpr int BEGINS = 1, ENDS = 2, WHOLE = 4;  // a part begins and ends with the tile; the part is all there is
+
+    __device__ __forceinline__ void store(u32 smem) const {
+        store_smem(smem, make_uint4(batch, head, key, flags));
+        store_smem(smem + 16, make_uint4(range.begin, range.end, position, mask_key));
+        store_smem(smem + 32, make_uint4(slot, before, units, queries));
+    }
+
+    static __device__ __forceinline__ Piece load(u32 smem) {
+        const uint4 a = load_smem_16(smem), b = load_smem_16(smem + 16), c = load_smem_16(smem + 32);
+        return {int(a.x), int(a.y), int(a.z), int(a.w), {int(b.x), int(b.y)}, int(b.z), int(b.w), int(c.x), int(c.y), int(c.z), int(c.w)};
+    }
+};
+
+// Copies the packed rows of queries.
+template <class C> struct QueryLoader : TileLoader<typename C::QTile, C::THREADS, C::LOAD> {
+    using Tile = typename C::QTile;
+    using Base = TileLoader<Tile, C::THREADS, C::LOAD>;
+
+    __device__ __forceinline__ QueryLoader(const DecodeParams& p, const PackedRows& rows)
+        : Base(p.q, p.q_stride, rows.batch, 0, 0, p.head_dim) {}
+
+    __device__ __forceinline__ void load(const DecodeParams& p, const PackedRows& rows, int thread, u32 tile_smem) const {
+        const int row = thread / Tile::CHUNKS, chunk = thread % Tile::CHUNKS;
+        const u32 dst = tile_smem + Tile::offset(row, chunk);
+#pragma unroll 1
+        for (int pass = 0; pass < Base::PASSES; ++pass) {
+            const int r = pass * Base::PASS + row;
+            if (r >= Tile::ROWS) break;
+            const bool here = rows.first + r < p.rows;
+            const u16* src = Base::first_gmem;
+            if (here) src += rows.query(p, r) * p.q_stride.row + rows.head(p, r) * p.q_stride.head;
+            if constexpr (C::LOAD > 2) src += chunk * 8;
+            Base::template copy_row<false>(Base::pass_smem(dst, pass), src, chunk, here);
+        }
+    }
+};
+
+// The block's way through its keys, as far as loading is concerned.
+template <class C> struct Loader {
+    using KLoader = KvLoader<C, typename C::KTile, 0x7fff7fffu>;  // NaN in both types
+    using VLoader = KvLoader<C, typename C::VTile, 0>;
+    static constexpr bool SAME_ROWS = C::KTile::CHUNKS == C::VTile::CHUNKS;  // a thread copies the same keys' keys and values
+    const DecodeParams& p;
+    int run, lane, passes;
+    int part;     // modulo STAGES
+    int head_kv;  // of the next tile
+    Cursor<C::MASK, C::N> next;
+    typename KLoader::Pages k_pages;  // of the tile that comes next; of values as well if SAME_ROWS
+    typename VLoader::Pages v_pages;
+
+    __device__ __forceinline__ Loader(const DecodeParams& p)
+        : p(p), run(block_index() / u32(p.heads_at_once)), lane(block_index() % u32(p.heads_at_once)),
+          passes(u32(p.heads_kv * p.row_blocks) / u32(p.heads_at_once)), part(0), next(p, UnitIndex<C::MASK, C::N>(p), passes, run) {
+        find_head();
+        look_up();
+    }
+
+    __device__ __forceinline__ bool more() const { return next.more(); }
+    __device__ __forceinline__ int key() const { return (next.first + next.tile) * C::N; }
+    __device__ __forceinline__ int head() const { return next.pass * p.heads_at_once + lane; }
+
+    __device__ __forceinline__ void look_up() {
+        if (C::PAGED && more()) {
+            const int thread = thread_index();
+            const KeyRange range = next.range;
+            k_loader().look_up(k_pages, thread, key(), range.begin, range.end);
+            if constexpr (!SAME_ROWS) v_loader().look_up(v_pages, thread, key(), range.begin, range.end);
+        }
+    }
+
+    // Start to load the next tile; if there is none, an empty group of copies.
+    __device__ __forceinline__ void load(u32 smem, int stage) {
+        if (more()) {
+            const u32 stage_smem = smem + stage * C::STAGE_BYTES;
+            const int thread = thread_index();
+            const KeyRange range = next.range;
+            k_loader().load(k_pages, thread, stage_smem, key(), range.begin, range.end);
+            if constexpr (SAME_ROWS) v_loader().load(k_pages, thread, stage_smem + C::V_SMEM, key(), range.begin, range.end);
+            else v_loader().load(v_pages, thread, stage_smem + C::V_SMEM, key(), range.begin, range.end);
+            if (next.begins()) {
+                const PackedRows rows(p, C::M, next.batch, head());
+                if (++part == C::STAGES) part = 0;
+                QueryLoader<C>(p, rows).load(p, rows, thread, Q_smem(smem));
+            }
+            if (thread == 0) {
+                const int flags = (next.begins() ? Piece::BEGINS : 0) | (next.ends() ? Piece::ENDS : 0) | (next.whole() ? Piece::WHOLE : 0);
+                const int mask_key = p.mask_tail ? next.kv_length - p.mask_columns : 0;
+                const Piece piece{next.batch, head(), key(), flags, range, next.position, mask_key,
+                                  next.slot(run, lane), next.before, next.units, int(Q_smem(smem))};
+                piece.store(C::piece_smem(smem, stage));
+            }
+            next.advance(passes);
+            if (next.begins()) find_head();
+            look_up();
+        }
+        copies_commit();
+    }
+
+  private:
+    __device__ __forceinline__ u32 Q_smem(u32 smem) const { return smem + part * C::STAGE_BYTES + C::Q_SMEM; }
+    __device__ __forceinline__ void find_head() { head_kv = more() ? int(u32(head()) / u32(p.row_blocks)) : 0; }
+    __device__ __forceinline__ KLoader k_loader() const { return KLoader(p, p.k, p.k_stride, next.batch, head_kv, p.head_dim); }
+    __device__ __forceinline__ VLoader v_loader() const { return VLoader(p, p.v, p.v_stride, next.batch, head_kv, p.head_dim_v); }
+};

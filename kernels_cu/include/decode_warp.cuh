@@ -1,0 +1,187 @@
+// What a warp of decode.cu does with a tile of keys. C is the configuration of decode.cu.
+#include "include/decode_load.cuh"
+#include "include/products.cuh"
+#include "include/score.cuh"
+
+// A warp's share of the rows and keys of a block.
+template <class C> struct WarpDecode {
+    const DecodeParams& p;
+    ScoreTransform<C::SCORE> score;
+    SoftmaxState<2 * C::MT> state;
+    u32 Q_rmem[C::Q_IN_RMEM ? C::DQK / 16 : 1][C::MT][4];
+    float O_rmem[C::MT][C::OT][4];
+    float S_rmem[C::MT][C::NT][4];
+    int query[2 * C::MT];    // of the lane's rows
+    float slope[2 * C::MT];  // of their heads
+
+    __device__ __forceinline__ WarpDecode(const DecodeParams& p) : p(p), score(p) {}
+
+    // Of the block's rows, the lane's row r; of a tile's keys, the warp's first one. What follows from the thread's number is worked out
+    // anew for every tile: registers are scarce.
+    static __device__ __forceinline__ int warp_row(int thread) { return thread / 32 / C::KEY_WARPS * C::WARP_ROWS; }
+    static __device__ __forceinline__ int row(int thread, int r) { return warp_row(thread) + 8 * r + thread % 32 / 4; }
+    static __device__ __forceinline__ int key(int thread) { return thread / 32 % C::KEY_WARPS * C::KEYS; }
+
+    // A part begins, whose queries are in shared memory.
+    __device__ __forceinline__ void begin(const Piece& piece) {
+        state.init();
+#pragma unroll
+        for (int mt = 0; mt < C::MT; ++mt)
+#pragma unroll
+            for (int ot = 0; ot < C::OT; ++ot)
+#pragma unroll
+                for (int c = 0; c < 4; ++c) O_rmem[mt][ot][c] = 0.0f;
+        const int thread = thread_index();
+        if constexpr (C::Q_IN_RMEM) {
+#pragma unroll
+            for (int k = 0; k < C::DQK / 16; ++k)
+#pragma unroll
+                for (int mt = 0; mt < C::MT; ++mt) ldmatrix_x4(Q_rmem[k][mt], C::QTile::fragment(Q_frag(piece, thread), mt, k));
+        }
+        const PackedRows rows(p, C::M, piece.batch, piece.head);
+#pragma unroll
+        for (int r = 0; r < 2 * C::MT; ++r) {
+            query[r] = 0, slope[r] = 0.0f;
+            if constexpr (!C::ONE) query[r] = rows.query(p, row(thread, r));
+            if constexpr ((C::SCORE & SCORE_ALIBI) != 0)
+                if (rows.first + row(thread, r) < p.rows)
+                    slope[r] = p.alibi_slopes[i64(piece.batch) * p.heads_q + rows.head(p, row(thread, r))];
+        }
+    }
+
+    // Scores -> logits, -inf where they are invisible; whether rows may see different ones of the warp's keys.
+    __device__ __forceinline__ bool mask(const Piece& piece) {
+        const int thread = thread_index(), first_key = piece.key + key(thread), lane_key = first_key + thread % 4 * 2;
+        int position[2 * C::MT];
+#pragma unroll
+        for (int r = 0; r < 2 * C::MT; ++r) position[r] = piece.position + query[r];
+        apply_score<C::SCORE, typename C::Order>(S_rmem, score, slope, position, lane_key);
+        bool cut = false;
+        if constexpr (C::ARRAY) {
+            cut = first_key + C::KEYS > piece.mask_key && first_key < piece.mask_key + p.mask_columns;
+            if (cut) mask_elements(piece, thread, lane_key);
+        }
+        const Visibility<C::MASK> visible(p, piece.range);
+        if (!visible.all(piece.position, piece.position + (C::ONE ? 0 : p.q_rows - 1), first_key, first_key + C::KEYS)) {
+            apply_mask<C::MASK, typename C::Order>(S_rmem, visible, position, lane_key);
+            cut = true;
+        }
+        return cut;
+    }
+
+    // O += P V
+    __device__ __forceinline__ void values(u32 V_smem) {
+        const int thread = thread_index();
+        const u32 V_frag = fragment_a<typename C::VTile>(V_smem, key(thread), thread);
+#pragma unroll
+        for (int k = 0; k < C::KEYS / 16; ++k) {
+            u32 a[C::MT][4];
+            round_weights<C>(a, S_rmem, k);
+            multiply_pv<C>(O_rmem, a, V_frag, k);
+        }
+    }
+
+    __device__ __forceinline__ void tile(const Piece& piece, u32 stage_smem) {
+        const int thread = thread_index();
+        const u32 K_frag = fragment_b<typename C::KTile>(stage_smem, thread) + key(thread) * C::KTile::ROW_BYTES;
+        multiply_qk<C>(S_rmem, Q_rmem, Q_frag(piece, thread), K_frag);
+        const bool cut = mask(piece);
+        u32 hidden = 0;  // a bit for each of the lane's scores
+        if constexpr (C::CUTS) hidden = which_are_hidden();
+        float top[2 * C::MT];
+        state.tops(top, S_rmem);
+        state.update(S_rmem, O_rmem, top, p.logit_scale);
+        if constexpr (C::CUTS) {
+            if (cut && not_finite(stage_smem + C::V_SMEM)) {
+                values_one_by_one(stage_smem + C::V_SMEM, hidden);
+                return;
+            }
+        }
+        values(stage_smem + C::V_SMEM);
+    }
+
+  private:
+    static __device__ __forceinline__ u32 Q_frag(const Piece& piece, int thread) {
+        return fragment_a<typename C::QTile>(piece.queries, warp_row(thread), thread);
+    }
+
+    __device__ __forceinline__ void mask_elements(const Piece& piece, int thread, int lane_key) {
+        const PackedRows rows(p, C::M, piece.batch, piece.head);
+#pragma unroll
+        for (int r = 0; r < 2 * C::MT; ++r) {
+            const int own = row(thread, r);
+            const int head = rows.first + own < p.rows ? rows.head(p, own) : 0;
+            const Matrix<1> matrix(p.mask, p.mask_stride, piece.batch, head, p.matrix_rows, p.mask_columns, false);
+#pragma unroll
+            for (int nt = 0; nt < C::NT; ++nt)
+#pragma unroll
+                for (int c = 0; c < 2; ++c)
+                    if (matrix.element(query[r], lane_key + C::Order::key(nt) + c - piece.mask_key, 1) == 0)
+                        S_rmem[r / 2][nt][r % 2 * 2 + c] = -infinity();
+        }
+    }
+
+    __device__ __forceinline__ u32 which_are_hidden() const {
+        static_assert(!C::CUTS || C::MT * C::NT <= 8, "");
+        u32 bits = 0;
+#pragma unroll
+        for (int mt = 0; mt < C::MT; ++mt)
+#pragma unroll
+            for (int nt = 0; nt < C::NT; ++nt)
+#pragma unroll
+                for (int c = 0; c < 4; ++c) bits |= (S_rmem[mt][nt][c] == -infinity() ? 1u : 0u) << ((mt * C::NT + nt) * 4 + c);
+        return bits;
+    }
+
+    // Whether a value of the warp's keys is infinite or NaN.
+    __device__ __forceinline__ bool not_finite(u32 V_smem) const {
+        const int thread = thread_index();
+        bool found = false;
+#pragma unroll 4
+        for (int i = thread % 32; i < C::KEYS * C::DV / 8; i += 32) {
+            const int column = i % (C::DV / 8) * 8;
+            const uint4 x = load_smem_16(
+                V_smem + column / C::VTile::BLOCK * C::VTile::BLOCK_BYTES +
+                C::VTile::offset(key(thread) + i / (C::DV / 8), column % C::VTile::BLOCK / 8));
+            found = found || any_not_finite<typename C::In>(x);
+        }
+        return __any_sync(0xffffffffu, found);
+    }
+
+    // O += P V without 0 * v where a row does not see v: that would be NaN if v is infinite or NaN.
+    __device__ __forceinline__ void values_one_by_one(u32 V_smem, u32 hidden) {
+        const int thread = thread_index(), lane = thread % 32;
+#pragma unroll 1
+        for (int quad = 0; quad < 4; ++quad) {  // the lane of a row that has the weights
+            const int from = (lane & ~3) | quad;
+            const u32 from_hidden = __shfl_sync(0xffffffffu, hidden, from);
+#pragma unroll
+            for (int nt = 0; nt < C::NT; ++nt)
+#pragma unroll
+                for (int c = 0; c < 2; ++c) {
+                    float weight[2 * C::MT];
+#pragma unroll
+                    for (int r = 0; r < 2 * C::MT; ++r) weight[r] = __shfl_sync(0xffffffffu, S_rmem[r / 2][nt][r % 2 * 2 + c], from);
+                    const int v_row = key(thread) + C::Order::key(nt) + 2 * quad + c;
+#pragma unroll
+                    for (int ot = 0; ot < C::OT; ++ot) {
+                        const int chunk = ot % C::VTile::CHUNKS, block = ot / C::VTile::CHUNKS;
+                        const u32 at = V_smem + block * C::VTile::BLOCK_BYTES + C::VTile::offset(v_row, chunk) + lane % 4 * 4;
+                        const u32 word = load_smem_4(at);
+                        const float2 v = unpack2<typename C::In>(word);
+#pragma unroll
+                        for (int r = 0; r < 2 * C::MT; ++r) {
+                            const bool seen = (from_hidden >> ((r / 2 * C::NT + nt) * 4 + r % 2 * 2 + c) & 1) == 0;
+                            add_value(O_rmem[r / 2][ot][r % 2 * 2], weight[r], v.x, seen);
+                            add_value(O_rmem[r / 2][ot][r % 2 * 2 + 1], weight[r], v.y, seen);
+                        }
+                    }
+                }
+        }
+    }
+
+    static __device__ __forceinline__ void add_value(float& to, float weight, float v, bool seen) {
+        if (fabsf(v) < infinity()) to = fmaf(weight, v, to);
+        else if (seen) to += v;
+    }
+};
