@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from . import arrays, backends, checks, device, edges, launch, planner, warm, warm_decode
+from . import arrays, backends, checks, device, edges, host, launch, planner, warm, warm_decode
 from . import problem as problems
 from .types import HOST, Gradients, Plan, Problem
 
@@ -544,6 +544,8 @@ def plan(q: Any, k: Any, v: Any, *, return_lse: bool = False, layout: str = "BSH
         nonlocal latest
         if stream is None:
             stream = planned_stream
+        if indices and host.checks():  # the numbers on the device may be others than when this plan was made
+            problems.build_attention(q, k, v, layout=layout, **options)
         again = latest
         if again is not None and stream is lse is None and again.run(q, k, v, out):
             return out

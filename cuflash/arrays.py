@@ -79,7 +79,13 @@ def view(array: Any, name: str) -> ArrayView:
     kind = kind_of(array, name)
     if kind == "numpy":
         array = np.asarray(array)  # drops subclasses such as memmap, no copy
-    return wrap(array, kind)
+    found = wrap(array, kind)
+    if kind == "cupy" and any(x % found.dtype.itemsize for x in (found.pointer, *found.strides)) and 0 not in found.shape:
+        raise ValueError(
+            f"{name}: its address {found.pointer:#x} and strides {found.strides} must be multiples of the {found.dtype.itemsize} bytes of a "
+            f"{found.dtype}; a GPU reads whole elements only"
+        )
+    return found
 
 
 def wrap(array: Any, kind: str) -> ArrayView:

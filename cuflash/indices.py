@@ -131,12 +131,13 @@ def lengths_after(lengths: np.ndarray | ArrayView, count: int, problem: Problem)
 
 def append(problem: Problem, new: Append) -> None:
     """What is left to check of an append: pages that are written, and positions that a rotary embedding must have."""
-    found = numbers(problem.page_table, new.lengths)
+    found = numbers(new.lengths)
     if found is None:
         return
-    table, before = found
-    known = problem.replace(page_table=table, kv_lengths=before + new.count)
-    if problem.paged and new.count:
-        checks.written_pages(known, before)
+    before = found[0]
+    known = problem.replace(kv_lengths=before + new.count)
     if new.rope is not None:
         checks.positions_exist(known, new.rope, before)
+    table = numbers(problem.page_table)
+    if problem.paged and new.count and table is not None:
+        checks.written_pages(known.replace(page_table=table[0]), before)

@@ -374,7 +374,7 @@ def out_of_range(problem: Problem) -> str | None:
     or loses digits where the two are too far apart: infinity times a score of 0 would be NaN.
     """
     numbers, scale = np.finfo(problem.compute_dtype), float(problem.scale)  # type: ignore[arg-type]
-    most = float(numbers.max) / logit_unit(problem)
+    most = float(numbers.max) * (1 - float(numbers.eps)) / logit_unit(problem)  # the product with the unit is rounded
     bounds = [("softcap", problem.softcap, most) if problem.softcap else ("scale", scale, most)]
     if problem.alibi_slopes is not None:
         distance = problem.seqlen_q + problem.seqlen_k  # or less

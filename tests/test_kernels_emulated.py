@@ -251,6 +251,14 @@ def large_logits() -> tuple[np.ndarray, ...]:
     return x, np.concatenate([x, (0.5 * x).astype(BF16), x], 1), np.concatenate([x, (0 * x).astype(BF16), x], 1)
 
 
+def distant_logits(dtype: np.dtype, base: float) -> tuple[np.ndarray, ...]:
+    """Whole numbers near ``base`` as logits, exactly; with a causal mask the first two of the 40 rows see no key."""
+    rng = np.random.default_rng(1)
+    q, k = np.zeros((1, 40, 1, 16), dtype), np.zeros((1, 38, 1, 16), dtype)
+    q[..., :2], k[..., 0], k[0, :, 0, 1] = 1, base, rng.integers(0, 4, 38)
+    return q, k, rng.standard_normal(k.shape).astype(dtype)
+
+
 def hard_runs() -> Iterator[Run]:
     for gpu, dtype in ((H200, BF16), (T4, F16)):
         for d in (33, 40, 64, 128, 256):
@@ -279,6 +287,7 @@ def hard_runs() -> Iterator[Run]:
                 for sink in (8e37, -8e37):
                     yield of_arrays(f"far-bias-{bias_dtype.name}-sink-{sink}", gpu, lambda a=arrays: a, sinks=[sink], **options)
     yield of_arrays("large-logits", H200, large_logits)
+    yield of_arrays("beside-rows-without-keys", H200, lambda: distant_logits(F16, 2000), causal=True, scale=100.0)
 
 
 RUNS = {run.name: run for runs in (tile_runs(), softcap_tile_runs(), array_tile_runs(), kind_runs(), hard_runs()) for run in runs}

@@ -15,7 +15,7 @@ from cuflash.tiles import HEAD_CLASSES
 from cuflash.types import Problem
 from emulator import emulate
 from test_kernels_emulated import (
-    FA2, FURTHER, Run, check_bad_pages, far_bias, hidden_keys, lowest_bias, no_query, normal, of_arrays, of_case,
+    FA2, FURTHER, Run, check_bad_pages, distant_logits, far_bias, hidden_keys, lowest_bias, no_query, normal, of_arrays, of_case,
 )
 
 A100, H200, T4, RTX = (device.KNOWN[name] for name in ("A100", "H200", "T4", "RTX 4090"))
@@ -91,6 +91,7 @@ def hard_runs() -> Iterator[Run]:
         yield of_arrays(f"{dtype}-not-finite-values-window", gpu, lambda t=dtype: changed(64, t, 2, spoil), window=(20, 10))
         for value in (np.nan, np.inf, -np.inf):  # logits of every sign: the queries have both
             yield of_arrays(f"{dtype}-key-{value}", gpu, lambda t=dtype, x=value: changed(64, t, 1, set_to(60, x)), causal=True)
+        yield of_arrays(f"{dtype}-beside-rows-without-keys", gpu, lambda t=dtype: distant_logits(t, 1e4), causal=True, scale=1.0)
         yield of_arrays(f"{dtype}-query-nan", gpu, lambda t=dtype: changed(64, t, 0, set_to(7, np.nan)), causal=True)
         yield of_arrays(f"{dtype}-values-of-1e-{38 if dtype == F32 else 308}", gpu, lambda t=dtype: tiny_values(t), causal=True)
         for how in ("mask", "bias", "bias32"):

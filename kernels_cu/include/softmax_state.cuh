@@ -59,9 +59,10 @@ template <int ROWS, class Real = Fast32> struct SoftmaxState {
         bool large = false;
         raise(acc, top, scale);
 #pragma unroll
-        for (int r = 0; r < ROWS; ++r) large = large || Real::abs(reference[r]) >= Real::LARGE;
+        for (int r = 0; r < ROWS; ++r) large = large || (Real::abs(reference[r]) >= Real::LARGE && reference[r] != Real::LOWEST);
         // One fused multiply-add an element leaves the rounding error of the reference in the exponent: harmless below
-        // LARGE, an overflow far above. There the product is rounded like the reference was.
+        // LARGE, an overflow far above. There the product is rounded like the reference was. A row that has seen no key is not large: its
+        // neighbours in the warp would lose digits.
         if (__any_sync(0xffffffffu, large)) {
 #pragma unroll
             for (int mt = 0; mt < MT; ++mt)
