@@ -162,7 +162,7 @@ def test_a_compiler_that_fails_leaves_the_caches_as_they_were(gpu, monkeypatch):
 
     real = gpu.function
     call = Call()
-    for broken in ("prefill_fa2.cu", "kv_append.cu"):
+    for broken in ("decode.cu", "kv_append.cu"):
         def function(source, ordinal, shared_memory=0, broken=broken):
             if source.file == broken:
                 raise jit.JitError("no compiler")
