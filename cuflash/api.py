@@ -540,7 +540,7 @@ def plan(q: Any, k: Any, v: Any, *, return_lse: bool = False, layout: str = "BSH
     launches = None if problem.q.device == HOST else warm.Kept(64)
     latest: warm.Again | None = None
 
-    def run(self: Plan, q: Any, k: Any, v: Any, out: Any, lse: Any, stream: Any) -> Any:
+    def run(self: Plan, q: Any, k: Any, v: Any, out: Any = None, lse: Any = None, stream: Any = None) -> Any:
         nonlocal latest
         if stream is None:
             stream = planned_stream

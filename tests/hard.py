@@ -52,8 +52,11 @@ def assert_result(result: tuple[np.ndarray, np.ndarray], out: Any, lse: Any, ter
 
 
 def assert_only_value(got: np.ndarray, want: Any, target: Target) -> None:
-    """Rows that see one key: its value, exactly; where float32 products are sums of TF32 ones, of 22 bits, within the contract."""
-    if target.name == "cuda/fa2" and got.dtype == F32:
+    """Rows that see one key: its value, exactly; within the contract where its weight is 1 but for a rounding and the result shows it.
+
+    prefill_fp rounds logit and reference apart from each other, and its float32 products are sums of TF32 ones, of 22 bits.
+    """
+    if target.name == "cuda/fa2" and got.dtype in (F32, F64):
         assert_values(got, want, "out")
     else:
         assert (got == want).all(), "one visible key: its value, exactly"

@@ -119,7 +119,7 @@ def test_a_graph_appends_where_the_lengths_say(page):
             graph.launch(stream)
             got = s.out.get().astype(F32)
             stream.synchronize()
-            fits = [0, 1] + [3] * (known[3] < CAPACITY)
+            fits = [0, 1, 3] if known[3] < CAPACITY else [0, 1]
             table = None if s.table is None else s.table.get()[fits]
             q, k_new, v_new = (cupy.asarray(x.get()[fits]) for x in (s.q, s.k_new, s.v_new))
             caches = theirs if page else [cupy.asarray(x.get()[fits]) for x in theirs]
@@ -131,7 +131,8 @@ def test_a_graph_appends_where_the_lengths_say(page):
                     whole = cache.get()
                     whole[fits] = part.get()
                     put(cache, whole)
-            compare.assert_same_bits(got[fits], want.get().astype(F32), "out")
+            wanted = want.get().astype(np.float64)  # of other splits, so that sums are rounded otherwise
+            compare.assert_close(got[fits], wanted, 2 * compare.eps(BF16) * np.abs(wanted).max(), "out")
             assert not got[2].any() and np.isfinite(got[3]).all()
             for mine, other in zip(s.caches, theirs, strict=True):
                 compare.assert_same_bits(mine.get(), other.get(), "cache")

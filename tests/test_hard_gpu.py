@@ -38,7 +38,7 @@ def test_case_7_results_in_used_memory_of_a_gpu(filler, dtype, target):
     """Rows without keys are 0, bit for bit, also where the call allocates its results and workspace itself."""
     import cupy
 
-    if target.kernel == "fa1" and target.backend == "cuda" and dtype != F16:
+    if target.kernel in ("fa1", "decode") and target.backend == "cuda" and dtype != F16:
         pytest.skip("declined, as listed: 16-bit arrays only")
     q, k, v = (cupy.asarray(a) for a in normal((1, 4, 2, 16), dtype))
     want = compare.expect([build_attention(*(a.get() for a in (q, k[:, :2], v[:, :2])), causal=True)])
@@ -50,6 +50,8 @@ def test_case_7_results_in_used_memory_of_a_gpu(filler, dtype, target):
         assert not out[:, :2].view(f"u{dtype.itemsize}").any(), "rows without keys must be +0, bit for bit"
         out, lse = cuflash.attention(q, k[:, :0], v[:, :0], return_lse=True, **named(target))
         assert not out.view(f"u{dtype.itemsize}").any() and (lse == -np.inf).all()
+        if target.name == "cuda/decode":  # has no packed sequences
+            continue
         cu = [0, 1]
         out, lse = cuflash.attention_varlen(q[0], k[0], v[0], cu, cu, return_lse=True, **named(target))
         assert not out[1:].view(f"u{dtype.itemsize}").any() and (lse[:, 1:] == -np.inf).all()
