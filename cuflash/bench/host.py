@@ -36,7 +36,7 @@ def calls() -> dict[str, Callable[[], Any]]:
     empty = cupy.RawKernel(r'extern "C" __global__ void empty() {}', "empty")
     found: dict[str, Callable[[], Any]] = {
         "an empty RawKernel of CuPy": lambda: empty((1,), (128,), ()),
-        "Plan.run(q, k, v, out=out), the same arrays again": lambda: plan.run(q, k, v, out=out),
+        "Plan.run(q, k, v, out=out)": lambda: plan.run(q, k, v, out=out),
         "Plan.run(q, k, v)": lambda: plan.run(q, k, v),
         "attention(q, k, v, causal=True)": lambda: cuflash.attention(q, k, v, causal=True),
         "with out=": lambda: cuflash.attention(q, k, v, causal=True, out=out),
