@@ -43,11 +43,17 @@ class DecodeTile(NamedTuple):
         return self.stages * (stage + 64) + 8 * self.warps // self.row_warps * self.m + 16
 
 
-LARGEST_ROWS = 64  # of a block; more are done by several
 MOST_STAGES = 4  # three tiles of 32 KiB under way, of which 36 KiB would do: on an H200 as fast as more, or 1 to 3 % faster
 
-# By the largest padded head size that a line is for: tiles of 16, 32 and 64 rows. A warp holds 16 rows of all value columns in registers.
-# The second choices are for little shared memory. Stages are as many as fit.
+
+def _lean(m: int, n: int, warps: int, row_warps: int, resident: int = 1) -> DecodeTile:
+    """A tile with the queries in shared memory: value columns or rows take the registers."""
+    return DecodeTile(m, n, warps, row_warps, 0, resident, False)
+
+
+# By the largest padded head size that a line is for: tiles of 16 rows and more, of which a call with more than the largest takes several.
+# A warp holds 16 rows, or 32 of the largest tiles, of all value columns in registers. Further choices are for little shared memory. Stages
+# are as many as fit.
 DECODE: dict[int, dict[int, tuple[DecodeTile, ...]]] = {
     64: {
         16: (DecodeTile(16, 128, 4, 1, 0), DecodeTile(16, 64, 4, 1, 0)),
@@ -58,13 +64,17 @@ DECODE: dict[int, dict[int, tuple[DecodeTile, ...]]] = {
         16: (DecodeTile(16, 64, 4, 1, 0), DecodeTile(32, 32, 4, 2, 0)),
         32: (DecodeTile(32, 64, 8, 2, 0), DecodeTile(32, 32, 4, 2, 0)),
         64: (DecodeTile(64, 64, 8, 4, 0), DecodeTile(64, 32, 4, 4, 0), DecodeTile(64, 16, 4, 4, 0)),
+        128: (_lean(128, 32, 4, 4, 2),),  # here it is products that take the time: two blocks, of which one is at its softmax
     },
     256: {
-        16: (DecodeTile(16, 64, 4, 1, 0, 1, False), DecodeTile(32, 32, 4, 2, 0, 1, False), DecodeTile(64, 16, 4, 4, 0, 1, False)),
-        32: (DecodeTile(32, 32, 4, 2, 0, 1, False), DecodeTile(64, 16, 4, 4, 0, 1, False)),
-        64: (DecodeTile(64, 32, 4, 4, 0, 1, False), DecodeTile(64, 16, 4, 4, 0, 1, False)),
+        16: (_lean(16, 64, 4, 1), _lean(32, 32, 4, 2), _lean(64, 16, 4, 4)),
+        32: (_lean(32, 32, 4, 2), _lean(64, 16, 4, 4)),
+        64: (_lean(64, 32, 4, 4), _lean(64, 16, 4, 4)),
     },
 }
+
+# Tried first where keys lie in pages, whose addresses take a warp so long that two of them must share a scheduler.
+PAGED: dict[int, DecodeTile] = {64: DecodeTile(16, 128, 8, 1, 0), 128: DecodeTile(16, 128, 8, 1, 0)}
 
 
 def stages(tile: DecodeTile, d: int, dv: int, memory: int) -> int:
@@ -73,13 +83,24 @@ def stages(tile: DecodeTile, d: int, dv: int, memory: int) -> int:
     return min(MOST_STAGES, (memory - fixed) // (tile._replace(stages=1).shared_memory(d, dv) - fixed))
 
 
-def decode(rows: int, d: int, dv: int, info: DeviceInfo) -> DecodeTile | None:
-    """The tile for so many rows and padded head sizes: the first of the table of which two stages fit the GPU; None if there is none."""
-    table = next(table for size, table in DECODE.items() if max(d, dv) <= size)
-    for tile in table[next((m for m in table if rows <= m), LARGEST_ROWS)]:
-        reserved = RESERVED_SHARED_MEMORY if info.cc >= (8, 0, 1, False) else 0
-        memory = min(info.shared_memory_block, info.shared_memory_sm // tile.resident - reserved)
-        merging = 4 * 32 * tile.m * tile.warps // tile.row_warps  # the fewest columns at a time, in the place of K and V
-        if (fit := stages(tile, d, dv, memory)) >= 2 and merging <= 2 * tile.n * (d + dv):
-            return tile._replace(stages=fit)
-    return None
+def fit(tile: DecodeTile, d: int, dv: int, info: DeviceInfo) -> DecodeTile | None:
+    """The tile with as many stages as fit the GPU; None if that is not even two."""
+    reserved = RESERVED_SHARED_MEMORY if info.cc >= (8, 0) else 0
+    memory = min(info.shared_memory_block, info.shared_memory_sm // tile.resident - reserved)
+    merging = 4 * 32 * tile.m * tile.warps // tile.row_warps  # the fewest columns at a time, in the place of K and V
+    count = stages(tile, d, dv, memory)
+    return tile._replace(stages=count) if count >= 2 and merging <= 2 * tile.n * (d + dv) else None
+
+
+def decode(rows: int, d: int, dv: int, info: DeviceInfo, paged: bool = False, one: bool = True) -> DecodeTile | None:
+    """The tile for so many rows and padded head sizes: the first of the table that fits the GPU, of fewer rows if need be; or None.
+
+    ``one``: there is one query. With several the largest tile would not keep to its registers.
+    """
+    size, table = next((size, table) for size, table in DECODE.items() if max(d, dv) <= size)
+    most = next((m for m in table if rows <= m), max(table))
+    most = most if one else min(most, 64)
+    choices = [tile for m in sorted(table, reverse=True) if m <= most for tile in table[m]]
+    if paged and most == 16 and size in PAGED:
+        choices.insert(0, PAGED[size])
+    return next(filter(None, (fit(tile, d, dv, info) for tile in choices)), None)

@@ -106,10 +106,10 @@ def suits(problem: Problem) -> bool:
 def instance(problem: Problem, info: DeviceInfo, load: int, score: int) -> Instance | None:
     """The kernel instance for these arrays, or None if no tile fits the GPU."""
     d, dv = tiles.head_class(problem.head_dim), tiles.head_class(problem.head_dim_v)
-    tile = tiles_decode.decode(problem.group_size * problem.seqlen_q, d, dv, info)
+    one = problem.seqlen_q == 1
+    tile = tiles_decode.decode(problem.group_size * problem.seqlen_q, d, dv, info, problem.paged, one and problem.mask is None)
     if tile is None:
         return None
-    one = problem.seqlen_q == 1
     return Instance(
         name_of(problem.q.dtype), name_of(problem.out_dtype), d, dv, tile, mask_kind(problem), score, load, one, problem.paged,
     )
@@ -267,15 +267,16 @@ def common(info: DeviceInfo) -> Iterator[Instance]:
         dtype: str, d: int, rows: int, mask: int = 0, score: int = 0, load: int = 16, one: bool = True, paged: bool = False,
         out: str | None = None,
     ) -> Iterator[Instance]:
-        tile = tiles_decode.decode(rows, d, d, info)
+        tile = tiles_decode.decode(rows, d, d, info, paged, one)
         if tile is not None:
             yield Instance(dtype, out or dtype, d, d, tile, mask, score, load, one, paged)
 
     dtypes = ("float16",) if info.cc < (8, 0) else ("float16", "bfloat16")
     for d in tiles.HEAD_CLASSES:
-        for rows in (16, 32, 64) if d in (64, 128, 256) else (16,):
+        for rows in (16, 32, 64, 128) if d in (64, 128, 256) else (16,):
             yield from make(dtypes[-1], d, rows)
-            yield from make("float16", d, rows, MASK_RIGHT, one=False, paged=rows == 16)
+            if rows <= 64:
+                yield from make("float16", d, rows, MASK_RIGHT, one=False, paged=rows == 16)
     for d in (64, 128):
         for dtype in dtypes:
             yield from make(dtype, d, 16, paged=True)

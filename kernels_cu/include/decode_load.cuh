@@ -49,10 +49,38 @@ template <class C> struct QueryLoader : TileLoader<typename C::QTile, C::THREADS
     }
 };
 
+// The loader of keys or values, which has a short way for pages: a tile of keys that all exist, in pages that do.
+template <class C, class Tile, u32 BAD, bool SHORT = C::PAGED && C::LOAD == 16> struct DecodeLoader : KvLoader<C, Tile, BAD> {
+    using KvLoader<C, Tile, BAD>::KvLoader;
+};
+
+template <class C, class Tile, u32 BAD> struct DecodeLoader<C, Tile, BAD, true> : KvLoader<C, Tile, BAD> {
+    using Base = KvLoader<C, Tile, BAD>;
+    using Base::Base, Base::PASS, Base::PASSES;
+
+    __device__ __forceinline__ void load(const typename Base::Pages& pages, int thread, u32 tile_smem, int tile_row, int begin, int end) const {
+        bool all = tile_row >= begin && tile_row + Tile::ROWS <= end;
+#pragma unroll
+        for (int pass = 0; pass < PASSES; ++pass) all = all && u32(pages.entry[pass]) < u32(Base::p.pages);
+        if (!all) {
+            Base::load(pages, thread, tile_smem, tile_row, begin, end);
+            return;
+        }
+        const int row = thread / Tile::CHUNKS, chunk = thread % Tile::CHUNKS;
+        const u32 dst = tile_smem + Tile::offset(row, chunk);
+#pragma unroll
+        for (int pass = 0; pass < PASSES; ++pass) {
+            if (Tile::ROWS % PASS != 0 && pass * PASS + row >= Tile::ROWS) break;
+            const u16* src = Base::row_gmem(tile_row + pass * PASS + row, pages.entry[pass]) + chunk * 8;
+            Base::template copy_row<true>(Base::pass_smem(dst, pass), src, chunk, true);
+        }
+    }
+};
+
 // The block's way through its keys, as far as loading is concerned.
 template <class C> struct Loader {
-    using KLoader = KvLoader<C, typename C::KTile, 0x7fff7fffu>;  // NaN in both types
-    using VLoader = KvLoader<C, typename C::VTile, 0>;
+    using KLoader = DecodeLoader<C, typename C::KTile, 0x7fff7fffu>;  // NaN in both types
+    using VLoader = DecodeLoader<C, typename C::VTile, 0>;
     static constexpr bool SAME_ROWS = C::KTile::CHUNKS == C::VTile::CHUNKS;  // a thread copies the same keys' keys and values
     const DecodeParams& p;
     int run, lane, passes;

@@ -75,7 +75,7 @@ struct PagedTileLoader : TileLoader<Tile, THREADS, LOAD, GROUPED> {
         return *static_cast<const volatile u16*>(row_gmem(key, page) + column * Base::column_stride);
     }
 
-  private:
+  protected:
     __device__ __forceinline__ const u16* row_gmem(int key, i32 page) const {
         return Base::first_gmem + page * page_stride + (key - page_of(p, key) * p.page_size) * Base::row_stride;
     }
