@@ -95,8 +95,11 @@ def fit(tile: DecodeTile, d: int, dv: int, info: DeviceInfo) -> DecodeTile | Non
 def decode(rows: int, d: int, dv: int, info: DeviceInfo, paged: bool = False, one: bool = True) -> DecodeTile | None:
     """The tile for so many rows and padded head sizes: the first of the table that fits the GPU, of fewer rows if need be; or None.
 
-    ``one``: there is one query. With several the largest tile would not keep to its registers.
+    ``one``: there is one query. With several the largest tile would not keep to its registers, nor any of the widest heads where the
+    compiler needs some more.
     """
+    if not one and max(d, dv) > 160 and info.cc >= (10, 0):
+        return None
     size, table = next((size, table) for size, table in DECODE.items() if max(d, dv) <= size)
     most = next((m for m in table if rows <= m), max(table))
     most = most if one else min(most, 64)

@@ -120,6 +120,8 @@ def decline(problem: Problem, kernel: str) -> str | None:
         return f"bfloat16 needs compute capability 8.0, {info.name} has {info.cc[0]}.{info.cc[1]}; float16 runs"
     chosen = instance(problem, info, kernel)
     if chosen is None:
+        if kernel == "decode":
+            return f"no tile for head sizes {sizes[0]} and {sizes[1]} and {problem.seqlen_q} queries on {info.name}; kernel='fa2' has one"
         memory = f"{info.shared_memory_block:,} bytes of shared memory of {info.name}"
         return f"no tile for head sizes {sizes[0]} and {sizes[1]} fits the {memory}"
     if _grid(problem, chosen) > LARGEST_GRID:

@@ -152,31 +152,34 @@ template <class C> struct WarpDecode {
     __device__ __forceinline__ void values_one_by_one(u32 V_smem, u32 hidden) {
         const int thread = thread_index(), lane = thread % 32;
 #pragma unroll 1
-        for (int quad = 0; quad < 4; ++quad) {  // the lane of a row that has the weights
-            const int from = (lane & ~3) | quad;
+        for (int own = 0; own < C::KEYS; ++own) {
+            const int from = (lane & ~3) | own % 8 / 2;  // the lane of a row that has the weight
+            const u32 which = 1u << (own / 8 * 2 + own % 2);  // of its scores
             const u32 from_hidden = __shfl_sync(0xffffffffu, hidden, from);
+            float weight[2 * C::MT];
+            bool seen[2 * C::MT];
 #pragma unroll
-            for (int nt = 0; nt < C::NT; ++nt)
+            for (int r = 0; r < 2 * C::MT; ++r) {
+                u32 bits = 0;  // of the weight: registers have no index at run time
 #pragma unroll
-                for (int c = 0; c < 2; ++c) {
-                    float weight[2 * C::MT];
+                for (int nt = 0; nt < C::NT; ++nt)
 #pragma unroll
-                    for (int r = 0; r < 2 * C::MT; ++r) weight[r] = __shfl_sync(0xffffffffu, S_rmem[r / 2][nt][r % 2 * 2 + c], from);
-                    const int v_row = key(thread) + C::Order::key(nt) + 2 * quad + c;
+                    for (int c = 0; c < 2; ++c)
+                        bits |= which >> (2 * nt + c) & 1 ? __float_as_uint(S_rmem[r / 2][nt][r % 2 * 2 + c]) : 0u;
+                weight[r] = __uint_as_float(__shfl_sync(0xffffffffu, bits, from));
+                seen[r] = (from_hidden >> ((r / 2 * C::NT + own / 8) * 4 + r % 2 * 2 + own % 2) & 1) == 0;
+            }
 #pragma unroll
-                    for (int ot = 0; ot < C::OT; ++ot) {
-                        const int chunk = ot % C::VTile::CHUNKS, block = ot / C::VTile::CHUNKS;
-                        const u32 at = V_smem + block * C::VTile::BLOCK_BYTES + C::VTile::offset(v_row, chunk) + lane % 4 * 4;
-                        const u32 word = load_smem_4(at);
-                        const float2 v = unpack2<typename C::In>(word);
+            for (int ot = 0; ot < C::OT; ++ot) {
+                const int chunk = ot % C::VTile::CHUNKS, block = ot / C::VTile::CHUNKS;
+                const u32 at = V_smem + block * C::VTile::BLOCK_BYTES + C::VTile::offset(key(thread) + own, chunk) + lane % 4 * 4;
+                const float2 v = unpack2<typename C::In>(load_smem_4(at));
 #pragma unroll
-                        for (int r = 0; r < 2 * C::MT; ++r) {
-                            const bool seen = (from_hidden >> ((r / 2 * C::NT + nt) * 4 + r % 2 * 2 + c) & 1) == 0;
-                            add_value(O_rmem[r / 2][ot][r % 2 * 2], weight[r], v.x, seen);
-                            add_value(O_rmem[r / 2][ot][r % 2 * 2 + 1], weight[r], v.y, seen);
-                        }
-                    }
+                for (int r = 0; r < 2 * C::MT; ++r) {
+                    add_value(O_rmem[r / 2][ot][r % 2 * 2], weight[r], v.x, seen[r]);
+                    add_value(O_rmem[r / 2][ot][r % 2 * 2 + 1], weight[r], v.y, seen[r]);
                 }
+            }
         }
     }
 
