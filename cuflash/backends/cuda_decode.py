@@ -263,6 +263,10 @@ def why(problem: Problem, chosen: Instance, how: Split) -> str:
 
 def common(info: DeviceInfo) -> Iterator[Instance]:
     """One query and several, each tile and head size, aligned arrays; and one of each rarer kind."""
+    yield from dict.fromkeys(_common(info))  # one tile may serve several numbers of rows
+
+
+def _common(info: DeviceInfo) -> Iterator[Instance]:
     def make(
         dtype: str, d: int, rows: int, mask: int = 0, score: int = 0, load: int = 16, one: bool = True, paged: bool = False,
         out: str | None = None,

@@ -1,0 +1,120 @@
+"""How the raw decode kernel's work is planned: tiles, heads that are read together, runs and parts. Needs no GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from cases import BF16, F16, F32
+
+from cuflash import device, tiles_decode
+from cuflash.backends import cuda, cuda_decode
+from cuflash.problem import build_attention, build_varlen
+from cuflash.tiles import HEAD_CLASSES
+from cuflash.types import Problem
+
+H200 = device.KNOWN["H200"]
+
+
+def problem(
+    batch: int = 1, queries: int = 1, keys: int = 8192, heads: int = 32, kv_heads: int = 8, d: int = 128, dtype: Any = F16, **options: Any,
+) -> Problem:
+    q, k = (np.broadcast_to(np.zeros((), dtype), (batch, n, h, d)) for n, h in ((queries, heads), (keys, kv_heads)))
+    return build_attention(q, k, k, **options)
+
+
+def split(gpu: device.DeviceInfo = H200, **sizes: Any) -> tuple[tiles_decode.DecodeTile, cuda_decode.Split]:
+    asked = problem(**sizes)
+    chosen = cuda.instance(asked, gpu, "decode")
+    return chosen.tile, cuda_decode.split(asked, chosen.tile, gpu)
+
+
+@pytest.mark.parametrize("gpu", device.KNOWN.values(), ids=lambda gpu: gpu.name)
+@pytest.mark.parametrize("one", [True, False])
+def test_tiles_fit_and_are_whole_fragments(gpu, one):
+    found = 0
+    for d in HEAD_CLASSES:
+        for dv in HEAD_CLASSES:
+            for rows in (1, 16, 17, 33, 65, 200):
+                for paged in (False, True):
+                    tile = tiles_decode.decode(rows, d, dv, gpu, paged, one)
+                    if tile is None:
+                        assert max(d, dv) > 160 and (gpu.cc < (8, 0) or gpu.cc >= (10, 0))
+                        continue
+                    found += 1
+                    used = tile.shared_memory(d, dv)
+                    assert used <= gpu.shared_memory_block and tile.resident * (used + 1024 * (gpu.cc >= (8, 0))) <= gpu.shared_memory_sm
+                    assert 2 <= tile.stages <= tiles_decode.MOST_STAGES
+                    assert tile.m % (16 * tile.row_warps) == 0 and tile.n * tile.row_warps % (16 * tile.warps) == 0
+                    assert tile.m >= min(rows, 16)
+    assert found > 100
+
+
+def test_heads_whose_keys_are_read_together():
+    """As many as there are, so that a token's heads are read as one piece of memory, unless that leaves too much of the GPU idle."""
+    assert [cuda_decode.heads_at_once(n, 132) for n in (1, 2, 8, 32, 33, 128)] == [1, 2, 8, 32, 33, 128]
+    for heads in (71, 100, 160, 200, 1000):
+        at_once = cuda_decode.heads_at_once(heads, 132)
+        assert heads % at_once == 0 and 132 // at_once * at_once >= 0.9 * 132
+
+
+@pytest.mark.parametrize("batch", [1, 3, 64])
+@pytest.mark.parametrize("keys", [1, 100, 8192, 131072])
+@pytest.mark.parametrize("options", [{}, {"num_splits": 1}, {"num_splits": 7}, {"batch_invariant": True}], ids=str)
+def test_runs_and_slots(batch, keys, options):
+    tile, how = split(batch=batch, keys=keys, **options)
+    tiles = -(-keys // tile.n)
+    assert how.rows == 4 and how.row_blocks == 1 and 1 <= how.grid <= H200.multiprocessors * tile.resident
+    if "num_splits" in options:
+        parts = min(options["num_splits"], tiles)
+        assert (how.most_units, how.unit_tiles) == (parts, 1)
+        assert how.slots == (batch * parts * 8 if parts > 1 else 0)
+    elif options:
+        assert how.unit_tiles * tile.n == cuda_decode.INVARIANT_KEYS and how.most_units == cuda_decode.INVARIANT_PARTS
+    else:
+        assert how.most_units == 0 and how.slots == (2 * how.grid if how.runs > 1 else 0)
+        assert how.runs <= max(1, batch * tiles // how.least)
+
+
+def test_rows_of_a_key_value_head_share_a_tile():
+    assert [split(heads=8 * g)[0].m for g in (1, 16, 17, 32, 33, 64, 65)] == [16, 16, 32, 32, 64, 64, 128]
+    tile, how = split(heads=128, kv_heads=1, queries=3)
+    assert (tile.m, how.rows, how.row_blocks) == (64, 384, 6)
+
+
+def test_what_cuts_do_not_depend_on_under_batch_invariant():
+    known = [split(batch=b, keys=n, batch_invariant=True) for b in (1, 5, 64) for n in (700, 8192)]
+    assert len({(tile, how.unit_tiles, how.most_units) for tile, how in known}) == 1
+
+
+def test_kernel_auto_takes_it_where_reading_is_what_takes_the_time():
+    def first(**sizes: Any) -> str:
+        return cuda.auto_kernels(problem(**sizes))[0]
+
+    assert first() == first(dtype=BF16) == first(queries=16) == first(heads=128, kv_heads=1) == "decode"
+    assert first(queries=65) == first(queries=64) == first(dtype=F32) == "fa2"
+    assert first(bias=np.zeros(8192, F16)) == "fa2"
+    q = np.zeros((4, 2, 16), F16)
+    assert cuda.auto_kernels(build_varlen(q, q, q, [0, 4], [0, 4])) == ("fa2",)
+
+
+def test_declines_have_a_reason():
+    assert "float32" in cuda.decline(problem(dtype=F32), "decode")
+    assert "bias" in cuda.decline(problem(bias=np.zeros(8192, F16)), "decode")
+    assert cuda.decline(problem(num_splits=3), "decode") is None and "num_splits" in cuda.decline(problem(num_splits=3), "fa2")
+    q = np.zeros((4, 2, 16), F16)
+    assert "packed" in cuda.decline(build_varlen(q, q, q, [0, 4], [0, 4]), "decode")
+
+
+def test_names_are_distinct_and_tell_the_tile():
+    names = [instance.name for instance in cuda_decode.common(H200)]
+    assert len(set(names)) == len(names)
+    assert "decode_bf16_d128_m16n64w4s4" in names and "decode_bf16_d128_m16n128w8s3_paged" in names
+
+
+def test_words_of_a_plan():
+    asked = problem(batch=2)
+    chosen = cuda.instance(asked, H200, "decode")
+    words = cuda_decode.why(asked, chosen, cuda_decode.split(asked, chosen.tile, H200))
+    assert "reading K and V" in words and "4 rows" in words and "128 blocks" in words and "8 parts a sequence" in words
