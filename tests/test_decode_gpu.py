@@ -145,7 +145,8 @@ def test_a_warm_call_allocates_results_alone():
 
     s = Serving(cupy, 16)
     lengths = cupy.asarray([5, 6, 7, 8], np.int32)
-    s.decode(lengths)
+    for _ in range(3):  # the first call plans, the next finds its launch and asks for memory in another order
+        s.decode(lengths)
     cupy.cuda.Device().synchronize()
     pool = cupy.get_default_memory_pool()
     held = pool.total_bytes()
