@@ -100,7 +100,7 @@ def test_wrong_tokens_name_the_argument():
         (k, tokens(cache, 6)[1], ValueError, "v: 6 tokens; they must be as many as those of k, 5"),
         (k.astype(np.float64), v, TypeError, "k: dtype float64; it must be float32"),
         (k, v.astype(np.float16), TypeError, "v: dtype float16; it must be float32"),
-        (k.tolist(), v, TypeError, "k: got list; allowed are NumPy"),
+        (k.tolist(), v, TypeError, "k: got list; allowed are arrays of NumPy"),
     ]:
         with pytest.raises(kind, match=message):
             cache.append(seq, bad_k, bad_v)
