@@ -59,7 +59,8 @@ def kind_of(array: Any, name: str) -> str:
         hint = ", as q is; convert it without a copy by numpy.from_dlpack(x) (host memory) or cupy.from_dlpack(x) (GPU)"
     elif isinstance(array, list | tuple):
         hint = "; convert it by numpy.asarray(x)"
-    raise TypeError(f"{name}: got {type_name(array)}; allowed are arrays of NumPy, CuPy, PyTorch, JAX and others with DLPack, all of one library{hint}")
+    allowed = "arrays of NumPy, CuPy, PyTorch, JAX and others with DLPack, all of one library"
+    raise TypeError(f"{name}: got {type_name(array)}; allowed are {allowed}{hint}")
 
 
 def type_name(x: Any) -> str:
@@ -82,8 +83,8 @@ def view(array: Any, name: str) -> ArrayView:
     found = wrap(array, kind)
     if kind == "cupy" and any(x % found.dtype.itemsize for x in (found.pointer, *found.strides)) and 0 not in found.shape:
         raise ValueError(
-            f"{name}: its address {found.pointer:#x} and strides {found.strides} must be multiples of the {found.dtype.itemsize} bytes of a "
-            f"{found.dtype}; a GPU reads whole elements only"
+            f"{name}: its address {found.pointer:#x} and strides {found.strides} must be multiples of the {found.dtype.itemsize} bytes "
+            f"of a {found.dtype}; a GPU reads whole elements only"
         )
     return found
 

@@ -163,7 +163,8 @@ def backend_takes(backend: str, q: ArrayView) -> None:
         raise TypeError(f"backend: {backend!r} takes NumPy arrays, but q is in {arrays.where(q)}; convert by cupy.asnumpy(x)")
     simulated = backend == "numba-cuda" and host.simulates_cuda()
     if not on_gpu and backend in ("cuda", "numba-cuda") and not simulated:
-        raise TypeError(f"backend: {backend!r} takes GPU arrays, but q is in host memory; move the arrays there first (NumPy: cupy.asarray(x))")
+        cure = "move the arrays there first (NumPy: cupy.asarray(x))"
+        raise TypeError(f"backend: {backend!r} takes GPU arrays, but q is in host memory; {cure}")
 
 
 def stream(value: Any, q: ArrayView) -> None:

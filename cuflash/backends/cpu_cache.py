@@ -51,7 +51,8 @@ class _CuflashLocator(caching.UserProvidedCacheLocator):
             cache_directory().mkdir(mode=0o700, parents=True, exist_ok=True)
             locator.ensure_cache_path()
         except OSError as error:  # Numba would go on to say that there is no locator
-            raise RuntimeError(f"the cache directory {cache_directory()} cannot be used ({error}); CUFLASH_CACHE_DIR chooses another") from None
+            place = cache_directory()
+            raise RuntimeError(f"the cache directory {place} cannot be used ({error}); CUFLASH_CACHE_DIR chooses another") from None
         return locator
 
 
