@@ -544,7 +544,7 @@ def plan(q: Any, k: Any, v: Any, *, return_lse: bool = False, layout: str = "BSH
         nonlocal latest
         if stream is None:
             stream = planned_stream
-        if indices and host.checks():  # the numbers on the device may be others than when this plan was made
+        if indices and host.checks() and edges.of(q) is None:  # the numbers on the device may be others than when this plan was made
             problems.build_attention(q, k, v, layout=layout, **options)
         again = latest
         if again is not None and stream is lse is None and again.run(q, k, v, out):

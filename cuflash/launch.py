@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import itertools
 import math
 import struct
 import sys
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -25,7 +22,7 @@ TANH_NEAR = 0.2, (0.999999894791, -0.333285908991, 0.13015407552)
 TANH_SERIES = 0.55, (0.999999967637, -0.333327950236, 0.133188769145, -0.0525893198278, 0.0163154437238)
 SMALLEST = 1e-37  # a little above what float32 holds in full, as is its inverse below
 
-_STRIDES = np.dtype((np.int64, 4))  # batch, row, head, column, in elements
+STRIDES = np.dtype((np.int64, 4))  # batch, row, head, column, in elements
 
 PREFILL_PARAMS = np.dtype(
     [
@@ -33,7 +30,7 @@ PREFILL_PARAMS = np.dtype(
             "q", "k", "v", "out", "lse", "cu_seqlens_q", "cu_seqlens_k", "kv_lengths", "kv_start", "alibi_slopes", "sinks", "bias",
             "mask", "mod_data", "page_table",
         )),
-        *((f"{name}_stride", _STRIDES) for name in ("q", "k", "v", "out", "lse", "bias", "mask")),
+        *((f"{name}_stride", STRIDES) for name in ("q", "k", "v", "out", "lse", "bias", "mask")),
         *((name, np.int32) for name in (
             "batch", "heads_q", "heads_kv", "group", "head_dim", "head_dim_v", "q_rows", "k_rows", "m_tiles", "section",
             "window_left", "window_right", "upper_left", "out_vector", "page_size", "max_pages",
@@ -172,64 +169,17 @@ def scratch(shape: tuple[int, ...], dtype: np.dtype, device: int) -> Iterator[Ar
     """
     import cupy
 
-    runtime, stream = cupy.cuda.runtime, cupy.cuda.get_current_stream().ptr
     strides = tuple(dtype.itemsize * math.prod(shape[n + 1 :]) for n in range(len(shape)))
-    if not runtime.streamIsCapturing(stream):
+    if not is_capturing():
         array = cupy.empty(shape, dtype)
         yield ArrayView(array, int(array.data.ptr), shape, strides, dtype, "cupy", device)
         return
+    runtime, stream = cupy.cuda.runtime, cupy.cuda.get_current_stream().ptr
     pointer = int(runtime.mallocAsync(max(1, dtype.itemsize * math.prod(shape)), stream))
     try:
         yield ArrayView(None, pointer, shape, strides, dtype, "cupy", device)
     finally:
         runtime.freeAsync(pointer, stream)
-
-def capture_id(stream: int) -> int | None:
-    """A number of the capture that a stream takes part in, or None if it is not being captured."""
-    import cupy
-
-    if not cupy.cuda.runtime.streamIsCapturing(stream):
-        return None
-    status, number = ctypes.c_int(), ctypes.c_uint64()
-    with contextlib.suppress(OSError, AttributeError):  # the driver has another name, or lacks the function
-        driver = ctypes.CDLL("libcuda.so.1")  # CuPy has no such function
-        if driver.cuStreamGetCaptureInfo_v2(ctypes.c_void_p(stream), ctypes.byref(status), ctypes.byref(number), None, None, None) == 0:
-            return number.value
-    return next(_unknown_captures)
-
-
-_unknown_captures = itertools.count(-1, -1)
-
-
-class Counters:
-    """Memory that is 0 before a kernel and after it.
-
-    A call gets it from CuPy's pool, in the order of the stream, and sets it to 0. What a captured call gets is kept for good, as the graph
-    may be replayed at any time; the calls that one capture takes from one stream run one after the other and share it, so that it is set
-    to 0 once in a replay.
-    """
-
-    def __init__(self) -> None:
-        self._kept: dict[tuple[int, int, int], list[Any]] = {}  # the last one is in use
-        self._lock = threading.Lock()
-
-    def take(self, size: int) -> Any:
-        """So many bytes on CuPy's current device and stream, as an array to be kept until the kernel is launched."""
-        import cupy
-
-        stream = cupy.cuda.get_current_stream().ptr
-        capture = capture_id(stream)
-        if capture is None:
-            memory = cupy.empty(size, np.uint8)
-            cupy.cuda.runtime.memsetAsync(memory.data.ptr, 0, size, stream)
-            return memory
-        with self._lock:
-            kept = self._kept.setdefault((cupy.cuda.runtime.getDevice(), stream, capture), [])
-            if not kept or kept[-1].size < size:
-                memory = cupy.empty(size, np.uint8)
-                cupy.cuda.runtime.memsetAsync(memory.data.ptr, 0, size, stream)
-                kept.append(memory)
-            return kept[-1]
 
 
 def launch(function: Any, grid: int, threads: int, shared_memory: int, params: np.ndarray, stream: int) -> None:

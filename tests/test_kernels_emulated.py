@@ -298,14 +298,11 @@ RUNS = {run.name: run for runs in (tile_runs(), softcap_tile_runs(), array_tile_
 
 @pytest.fixture(scope="module")
 def emulator(request, tmp_path_factory):
-    """Compiles what the tests that were asked for need, in their order, while the first of them run already."""
-    made = emulate.Emulator(tmp_path_factory.mktemp("emulated"))
-    for item in request.session.items:
-        run = RUNS.get(item.callspec.params.get("name")) if item.module is request.module else None
-        if run is not None:
-            made.prepare(run.instance(run.build()[0]), run.gpu)
-    yield made
-    made.close()
+    def prepare(made, run):
+        made.prepare(run.instance(run.build()[0]), run.gpu)
+
+    with emulate.compiling_ahead(request, tmp_path_factory, RUNS, prepare) as made:
+        yield made
 
 
 @pytest.mark.parametrize("name", RUNS)

@@ -181,16 +181,13 @@ RUNS = {run.name: run for runs in (tile_runs(), kind_runs(), hard_runs()) for ru
 
 @pytest.fixture(scope="module")
 def emulator(request, tmp_path_factory):
-    """Compiles what the tests that were asked for need, in their order, while the first of them run already."""
-    made = emulate.Emulator(tmp_path_factory.mktemp("emulated"))
-    for item in request.session.items:
-        run = RUNS.get(item.callspec.params.get("name")) if item.module is request.module and hasattr(item, "callspec") else None
-        if run is not None:
-            problem = run.build()[0]
-            for source, *_ in cuda_decode.steps(problem, *setup(problem, run.gpu)):
-                made.prepare_source(source, "DecodeParams", 750 if run.gpu.cc < (8, 0) else 800)
-    yield made
-    made.close()
+    def prepare(made, run):
+        problem = run.build()[0]
+        for source, *_ in cuda_decode.steps(problem, *setup(problem, run.gpu)):
+            made.prepare_source(source, "DecodeParams", 750 if run.gpu.cc < (8, 0) else 800)
+
+    with emulate.compiling_ahead(request, tmp_path_factory, RUNS, prepare) as made:
+        yield made
 
 
 def poison(problem: Problem) -> None:

@@ -81,14 +81,11 @@ RUNS = {run.name: run for runs in (tile_runs(), kind_runs(), hard_runs()) for ru
 
 @pytest.fixture(scope="module")
 def emulator(request, tmp_path_factory):
-    """Compiles what the tests that were asked for need, in their order, while the first of them run already."""
-    made = emulate.Emulator(tmp_path_factory.mktemp("emulated"))
-    for item in request.session.items:
-        run = RUNS.get(item.callspec.params.get("name")) if item.module is request.module and hasattr(item, "callspec") else None
-        if run is not None:
-            made.prepare(emulate.chosen(run.build()[0], run.gpu, "fa1"), run.gpu)
-    yield made
-    made.close()
+    def prepare(made, run):
+        made.prepare(emulate.chosen(run.build()[0], run.gpu, "fa1"), run.gpu)
+
+    with emulate.compiling_ahead(request, tmp_path_factory, RUNS, prepare) as made:
+        yield made
 
 
 @pytest.mark.parametrize("name", RUNS)

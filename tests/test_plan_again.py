@@ -7,17 +7,11 @@ import weakref
 
 import numpy as np
 import pytest
-from fake_cupy import FakeArray, pretended_gpus
-from warm_calls import expected, inputs, same
+from fake_cupy import FakeArray
+from warm_calls import expected, gpu, inputs, same, there  # noqa: F401
 
 import cuflash
 from cuflash import device, warm
-
-
-@pytest.fixture
-def gpu(monkeypatch):
-    with pretended_gpus(monkeypatch) as fake:
-        yield fake
 
 
 @pytest.fixture
@@ -125,3 +119,16 @@ def test_bad_arrays_are_named(gpu):
         p.run(*inputs(0, keys=6), out=out)
     with pytest.raises(TypeError, match="q"):
         p.run(None, a[1], a[2], out=out)
+
+
+def test_numbers_on_the_device_are_checked_on_request(gpu, monkeypatch):
+    lengths = there(np.array([7, 3], np.int32))
+    p, a, out = looped(kv_lengths=lengths)
+    lengths.host[:] = 9, 3
+    monkeypatch.setenv("CUFLASH_CHECK", "1")
+    launched = len(gpu.launches)
+    with pytest.raises(ValueError, match="kv_lengths"):
+        p.run(*a, out=out)
+    assert len(gpu.launches) == launched
+    lengths.host[:] = 5, 3
+    same(p.run(*a, out=out), expected(a, kv_lengths=[5, 3]))

@@ -15,13 +15,10 @@ import numpy as np
 
 from .. import device, jit, launch
 from ..types import Append, ArrayView, Problem, name_of
+from .cuda_instance import CUDA_TYPES, SHORT_TYPES
 
 THREADS = 128  # of a block, APPEND_THREADS in kv_append.cu
 MOST_THREADS = 2**31 - THREADS  # of a launch: the kernel counts them in 32 bits
-
-_TAGS = {"float16": "Fp16", "bfloat16": "Bf16", "float32": "float", "float64": "double"}
-_SHORT = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "float64": "fp64"}
-_STRIDES = np.dtype((np.int64, 4))  # batch, row, head, column, in elements
 
 # AppendParams of kv_append.cu.
 PARAMS = np.dtype(
@@ -29,7 +26,7 @@ PARAMS = np.dtype(
         *((name, np.uint64) for name in (
             "q", "k_new", "v_new", "cos", "sin", "lengths", "page_table", "q_turned", "k", "v", "lengths_after",
         )),
-        *((f"{name}_stride", _STRIDES) for name in ("q", "k_new", "v_new", "k", "v")),
+        *((f"{name}_stride", launch.STRIDES) for name in ("q", "k_new", "v_new", "k", "v")),
         *((name, np.int64) for name in ("cos_row", "cos_column", "sin_row", "sin_column")),
         *((name, np.uint32) for name in ("k_units", "v_units", "q_units", "k_total", "v_total", "q_total", "lengths_total")),
         *((name, np.int32) for name in (
@@ -45,12 +42,12 @@ PARAMS = np.dtype(
 @functools.cache
 def source(dtype: str) -> jit.Source:
     """The kernel for arrays of a dtype; one for all sizes, strides, dense and paged caches."""
-    name = f"kv_append_{_SHORT[dtype]}"
+    name = f"kv_append_{SHORT_TYPES[dtype]}"
     stub = (
         f'static_assert(sizeof(AppendParams) == {PARAMS.itemsize}, "cuda_append.py mirrors the struct");\n'
         f'static_assert(APPEND_THREADS == {THREADS}, "as cuda_append.py has it");\n'
         f'extern "C" __global__ void __launch_bounds__(APPEND_THREADS) {name}(const __grid_constant__ AppendParams p) {{\n'
-        f"    kv_append<{_TAGS[dtype]}>(p);\n"
+        f"    kv_append<{CUDA_TYPES[dtype]}>(p);\n"
         "}\n"
     )
     return jit.Source("kv_append.cu", stub, name)
@@ -59,7 +56,7 @@ def source(dtype: str) -> jit.Source:
 def instances(arch: str) -> Iterator[jit.Source]:
     """Every instance for an architecture: for precompilation."""
     number = int(jit.exact(arch).removeprefix("sm_").rstrip("af"))
-    yield from (source(dtype) for dtype in _TAGS if number >= 80 or dtype != "bfloat16")
+    yield from (source(dtype) for dtype in CUDA_TYPES if number >= 80 or dtype != "bfloat16")
 
 
 def decline(problem: Problem, new: Append) -> str | None:

@@ -17,6 +17,7 @@ from .. import jit, launch, tiles, tiles_decode
 from ..device import DeviceInfo
 from ..tiles_decode import DecodeTile
 from ..types import UNBOUNDED, Plan, Problem, name_of
+from .cuda_counters import Counters
 from .cuda_instance import (
     CUDA_TYPES, MASK_ARRAY, MASK_LEFT, MASK_LENGTH, MASK_RIGHT, SCORE_ALIBI, SCORE_PLAIN, SCORE_SOFTCAP, SHORT_TYPES, PrefillInstance,
 )
@@ -196,7 +197,7 @@ def pack(
     return p
 
 
-_counters = launch.Counters()
+_counters = Counters()
 
 
 @contextlib.contextmanager

@@ -21,6 +21,7 @@ import numpy as np
 from .. import device, jit, launch
 from ..types import HOST, ArrayView, Plan, Problem, Sequence
 from . import packed
+from .cuda_instance import CUDA_TYPES, SHORT_TYPES
 
 THREADS = 128  # of a block of the two kernels
 REPAIR_ROWS = 16  # that a block of naive_repair.cu looks at
@@ -44,8 +45,6 @@ REPAIR_PARAMS = np.dtype(
     + [(name, np.int32) for name in ("rows_total", "rows", "keys", "columns", "group", "unused")]
 )
 
-_TAGS = {"float16": "Fp16", "bfloat16": "Bf16", "float32": "float", "float64": "double"}
-_SHORT = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "float64": "fp64"}
 # Values of cuBLAS's and CUDA's enumerations, which belong to their stable interfaces.
 _CUDA_TYPES = {"float32": 0, "float64": 1, "float16": 2, "bfloat16": 14}
 _COMPUTE_32F, _COMPUTE_64F, _COMPUTE_TF32 = 68, 70, 77
@@ -388,13 +387,13 @@ def source(problem: Problem) -> jit.Source:
 
 @functools.cache
 def _instance(dtype: str, options: bool, bias: str) -> jit.Source:
-    name = f"naive_softmax_{_SHORT[dtype]}" + (f"_options_bias_{_SHORT[bias]}" if options else "")
+    name = f"naive_softmax_{SHORT_TYPES[dtype]}" + (f"_options_bias_{SHORT_TYPES[bias]}" if options else "")
     number = "double" if dtype == "float64" else "float"
     blocks = 4 if number == "double" else 8  # at least so many resident ones: bounds the registers
     stub = f"""static_assert(sizeof(NaiveSoftmaxParams) == {PARAMS.itemsize}, "its mirror in naive_cuda.py differs");
 extern "C" __global__ void __launch_bounds__(THREADS, {blocks})
 {name}(const __grid_constant__ NaiveSoftmaxParams p) {{
-    softmax_row<{number}, {_TAGS[dtype]}, {_TAGS[bias]}, {str(options).lower()}>(p);
+    softmax_row<{number}, {CUDA_TYPES[dtype]}, {CUDA_TYPES[bias]}, {str(options).lower()}>(p);
 }}
 """
     return jit.Source("naive_softmax.cu", stub, name)
@@ -403,13 +402,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, {blocks})
 @functools.cache
 def repair_source(dtype: str) -> jit.Source:
     """The instance of the repair for a dtype of v."""
-    name = f"naive_repair_{_SHORT[dtype]}"
+    name = f"naive_repair_{SHORT_TYPES[dtype]}"
     number = "double" if dtype == "float64" else "float"
     stub = f"""static_assert(sizeof(NaiveRepairParams) == {REPAIR_PARAMS.itemsize}, "its mirror in naive_cuda.py differs");
 static_assert(ROWS == {REPAIR_ROWS}, "naive_cuda.py counts blocks by it");
 extern "C" __global__ void __launch_bounds__(THREADS, 8)
 {name}(const __grid_constant__ NaiveRepairParams p) {{
-    repair_rows<{number}, {_TAGS[dtype]}>(p);
+    repair_rows<{number}, {CUDA_TYPES[dtype]}>(p);
 }}
 """
     return jit.Source("naive_repair.cu", stub, name)
@@ -422,7 +421,7 @@ def repair_blocks(params: np.ndarray) -> int:
 
 def instances(arch: str) -> Iterator[jit.Source]:
     """Every instance for an architecture."""
-    for dtype in _TAGS:
+    for dtype in CUDA_TYPES:
         if dtype == "bfloat16" and int(jit.exact(arch)[3:].rstrip("af")) < 80:
             continue
         yield repair_source(dtype)

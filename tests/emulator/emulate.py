@@ -7,14 +7,16 @@ that are not there, sm_75's among them. It says nothing about speed, and its sum
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import ctypes
 import dataclasses
 import hashlib
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from cuflash import arrays, jit, launch, tiles_fp
@@ -308,3 +310,18 @@ def _code_path(instance: Instance, info: DeviceInfo) -> int:
     if isinstance(instance, cuda_fp.Instance) and instance.kind == tiles_fp.DMMA and info.cc >= (9, 0):
         return 900
     return 750 if info.cc < (8, 0) else 800
+
+
+@contextlib.contextmanager
+def compiling_ahead(request: Any, folders: Any, runs: Mapping[str, Any], prepare: Callable[[Emulator, Any], None]) -> Iterator[Emulator]:
+    """For a module's fixture: compiles what the tests that were asked for need, in their order, while the first of them run already.
+
+    ``request`` and ``folders`` are pytest's request and tmp_path_factory; ``prepare`` is called with each of ``runs`` that a test names.
+    """
+    made = Emulator(folders.mktemp("emulated"))
+    for item in request.session.items:
+        run = runs.get(item.callspec.params.get("name")) if item.module is request.module and hasattr(item, "callspec") else None
+        if run is not None:
+            prepare(made, run)
+    yield made
+    made.close()
