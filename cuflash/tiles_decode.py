@@ -23,6 +23,8 @@ class DecodeTile(NamedTuple):
         Blocks that shall fit a multiprocessor together; it bounds the registers.
     q_registers : bool
         Keep the queries in registers instead of reading them from shared memory in every step.
+    wgmma : bool
+        Four warps multiply together, by instructions that sm_90a alone has; rows must not see different keys.
     """
 
     m: int
@@ -32,15 +34,17 @@ class DecodeTile(NamedTuple):
     stages: int
     resident: int = 1
     q_registers: bool = True
+    wgmma: bool = False
 
     @property
     def threads(self) -> int:
-        return 32 * self.warps
+        return 32 * self.warps + (128 if self.wgmma else 0)
 
     def shared_memory(self, d: int, dv: int) -> int:
         """Bytes of dynamic shared memory for padded head sizes; Decode::SMEM_BYTES counts the same."""
-        stage = 2 * (self.n * (d + dv) + self.m * d)
-        return self.stages * (stage + 64) + 8 * self.warps // self.row_warps * self.m + 16
+        stage = 2 * (self.n * (d + dv) + (0 if self.wgmma else self.m * d))
+        queries = 2 * self.m * d if self.wgmma else 0  # else each stage has a place for them
+        return queries + self.stages * (stage + 64 + 16 * self.wgmma) + 8 * self.warps // self.row_warps * self.m + 16
 
 
 MOST_STAGES = 4  # three tiles of 32 KiB under way, of which 36 KiB would do: on an H200 as fast as more, or 1 to 3 % faster
@@ -59,12 +63,14 @@ DECODE: dict[int, dict[int, tuple[DecodeTile, ...]]] = {
         16: (DecodeTile(16, 128, 4, 1, 0), DecodeTile(16, 64, 4, 1, 0)),
         32: (DecodeTile(32, 128, 8, 2, 0), DecodeTile(32, 64, 8, 2, 0)),
         64: (DecodeTile(64, 128, 8, 4, 0), DecodeTile(64, 64, 8, 4, 0)),
+        128: (DecodeTile(128, 64, 8, 8, 0, wgmma=True),),
     },
     128: {
         16: (DecodeTile(16, 64, 4, 1, 0), DecodeTile(32, 32, 4, 2, 0)),
         32: (DecodeTile(32, 64, 8, 2, 0), DecodeTile(32, 32, 4, 2, 0)),
         64: (DecodeTile(64, 64, 8, 4, 0), DecodeTile(64, 32, 4, 4, 0), DecodeTile(64, 16, 4, 4, 0)),
-        128: (_lean(128, 32, 4, 4, 2),),  # here it is products that take the time: two blocks, of which one is at its softmax
+        # Here it is products that take the time; without wgmma, two blocks, of which one is at its softmax.
+        128: (DecodeTile(128, 64, 8, 8, 0, wgmma=True), _lean(128, 32, 4, 4, 2)),
     },
     256: {
         16: (_lean(16, 64, 4, 1), _lean(32, 32, 4, 2), _lean(64, 16, 4, 4)),
@@ -80,16 +86,19 @@ PAGED: dict[int, DecodeTile] = {64: DecodeTile(16, 128, 8, 1, 0), 128: DecodeTil
 def stages(tile: DecodeTile, d: int, dv: int, memory: int) -> int:
     """Stages that fit so many bytes of shared memory, at most MOST_STAGES."""
     fixed = tile._replace(stages=0).shared_memory(d, dv)
-    return min(MOST_STAGES, (memory - fixed) // (tile._replace(stages=1).shared_memory(d, dv) - fixed))
+    most = MOST_STAGES + 2 * tile.wgmma  # whose workers still read one or two
+    return min(most, (memory - fixed) // (tile._replace(stages=1).shared_memory(d, dv) - fixed))
 
 
 def fit(tile: DecodeTile, d: int, dv: int, info: DeviceInfo) -> DecodeTile | None:
-    """The tile with as many stages as fit the GPU; None if that is not even two."""
+    """The tile with as many stages as fit the GPU; None if they are too few, or the GPU lacks the instructions."""
+    if tile.wgmma and info.cc != (9, 0):
+        return None
     reserved = RESERVED_SHARED_MEMORY if info.cc >= (8, 0) else 0
     memory = min(info.shared_memory_block, info.shared_memory_sm // tile.resident - reserved)
     merging = 4 * 32 * tile.m * tile.warps // tile.row_warps  # the fewest columns at a time, in the place of K and V
     count = stages(tile, d, dv, memory)
-    return tile._replace(stages=count) if count >= 2 and merging <= 2 * tile.n * (d + dv) else None
+    return tile._replace(stages=count) if count >= 2 + tile.wgmma and merging <= 2 * tile.n * (d + dv) else None
 
 
 def decode(rows: int, d: int, dv: int, info: DeviceInfo, paged: bool = False, one: bool = True) -> DecodeTile | None:

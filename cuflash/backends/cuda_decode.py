@@ -26,7 +26,8 @@ MOST_QUERIES = 64  # for which kernel="auto" takes it
 MOST_ROWS = 128  # likewise: with more query heads and queries a key/value head, products take longer than reading
 INVARIANT_KEYS = 512  # of a part under batch_invariant, at least
 INVARIANT_PARTS = 64  # of a sequence under batch_invariant, at most
-COMBINE_THREADS = 128
+COMBINE_THREADS, COMBINE_ROWS = 128, 4  # of a block
+MERGED_BYTES = 1 << 18  # of the partial results of a (sequence, head), which one block can merge sooner than a second kernel starts
 LEAST_TILES = 2  # of a run: what a part more costs takes about as long as reading one
 
 
@@ -48,20 +49,20 @@ class Instance(PrefillInstance):
     def tile_words(self) -> list[str]:
         t = self.tile
         tile = f"m{t.m}n{t.n}w{t.warps}s{t.stages}" + f"r{t.row_warps}" * (t.row_warps > 1)
-        return [tile, *["several"] * (not self.one), *["parts"] * (not self.merges)]
+        return [tile, *["wgmma"] * t.wgmma, *["several"] * (not self.one), *["parts"] * (not self.merges)]
 
     @property
     def arguments(self) -> list[Any]:
         t = self.tile
         numbers = [self.d, self.dv, t.m, t.n, t.warps, t.row_warps, t.stages, self.load, self.mask, self.score]
-        return [CUDA_TYPES[self.dtype], CUDA_TYPES[self.out], *numbers, self.one, self.paged, self.merges, t.q_registers]
+        return [CUDA_TYPES[self.dtype], CUDA_TYPES[self.out], *numbers, self.one, self.paged, self.merges, t.q_registers, t.wgmma]
 
     @functools.cached_property
     def combine_source(self) -> jit.Source:
         """The kernel that merges the parts if this one does not."""
         t, name = self.tile, f"combine_{SHORT_TYPES[self.out]}_d{self.dv}m{self.tile.m}n{self.tile.n}_mask{self.mask}"
         stub = (
-            f"using Instance = Combine<{CUDA_TYPES[self.out]}, {self.dv}, {t.m}, {t.n}, {self.mask}, {COMBINE_THREADS}>;\n"
+            f"using Instance = Combine<{CUDA_TYPES[self.out]}, {self.dv}, {t.m}, {t.n}, {self.mask}, {COMBINE_THREADS}, {COMBINE_ROWS}>;\n"
             f'extern "C" __global__ void __launch_bounds__(Instance::THREADS) {name}(const __grid_constant__ DecodeParams p) {{\n'
             "    combine<Instance>(p);\n"
             "}\n"
@@ -111,8 +112,10 @@ def instance(problem: Problem, info: DeviceInfo, load: int, score: int) -> Insta
     tile = tiles_decode.decode(problem.group_size * problem.seqlen_q, d, dv, info, problem.paged, one and problem.mask is None)
     if tile is None:
         return None
+    how = split(problem, tile, info)
+    merges = 4 * how.parts * min(how.rows, tile.m) * dv <= MERGED_BYTES
     return Instance(
-        name_of(problem.q.dtype), name_of(problem.out_dtype), d, dv, tile, mask_kind(problem), score, load, one, problem.paged,
+        name_of(problem.q.dtype), name_of(problem.out_dtype), d, dv, tile, mask_kind(problem), score, load, one, problem.paged, merges,
     )
 
 
@@ -132,6 +135,12 @@ def heads_at_once(heads: int, blocks: int) -> int:
     return max(h for h in divisors if busy[h] >= 0.96 * max(busy.values()))
 
 
+def even(runs: int, pairs: int) -> int:
+    """So many runs that each (sequence, pass) is cut into equal parts, the fewest that can be, if hardly a block stays idle for it."""
+    multiple = runs // max(1, pairs) * pairs
+    return multiple if multiple >= 0.96 * runs else runs
+
+
 def split(problem: Problem, tile: DecodeTile, info: DeviceInfo) -> Split:
     """How the keys are dealt out; of lengths it knows no more than what they are at most."""
     rows = problem.group_size * problem.seqlen_q
@@ -149,6 +158,8 @@ def split(problem: Problem, tile: DecodeTile, info: DeviceInfo) -> Split:
     total = max(1, heads // at_once * problem.batch * units)
     least = 1 if most else LEAST_TILES
     runs = max(1, min(blocks // at_once, total // least))
+    if not most and problem.kv_lengths is None and problem.kv_start is None:  # sequences are alike
+        runs = even(runs, heads // at_once * problem.batch)
     slots = 0 if runs == 1 and not most else 2 * runs if not most else total if units > 1 else 0
     parts = units if most else max(1, round(runs * longest / total))
     return Split(rows, row_blocks, at_once, runs, least, unit_tiles, most, slots * at_once, parts)
@@ -163,7 +174,8 @@ def steps(problem: Problem, chosen: Instance, how: Split) -> Iterator[tuple[jit.
     """What is launched, one after the other: kernel, blocks, threads, bytes of shared memory."""
     yield chosen.source, blocks(problem, how), chosen.tile.threads, chosen.shared_memory
     if not chosen.merges and how.slots and blocks(problem, how):
-        yield chosen.combine_source, problem.batch * problem.heads_kv * how.row_blocks, COMBINE_THREADS, 0
+        pairs = problem.batch * problem.heads_kv * how.row_blocks
+        yield chosen.combine_source, pairs * chosen.tile.m // COMBINE_ROWS, COMBINE_THREADS, 0
 
 
 @dataclass(frozen=True)
@@ -270,16 +282,16 @@ def common(info: DeviceInfo) -> Iterator[Instance]:
 def _common(info: DeviceInfo) -> Iterator[Instance]:
     def make(
         dtype: str, d: int, rows: int, mask: int = 0, score: int = 0, load: int = 16, one: bool = True, paged: bool = False,
-        out: str | None = None,
+        out: str | None = None, merges: bool = True,
     ) -> Iterator[Instance]:
         tile = tiles_decode.decode(rows, d, d, info, paged, one)
         if tile is not None:
-            yield Instance(dtype, out or dtype, d, d, tile, mask, score, load, one, paged)
+            yield Instance(dtype, out or dtype, d, d, tile, mask, score, load, one, paged, merges)
 
     dtypes = ("float16",) if info.cc < (8, 0) else ("float16", "bfloat16")
     for d in tiles.HEAD_CLASSES:
         for rows in (16, 32, 64, 128) if d in (64, 128, 256) else (16,):
-            yield from make(dtypes[-1], d, rows)
+            yield from make(dtypes[-1], d, rows, merges=rows <= 32)
             if rows <= 64:
                 yield from make("float16", d, rows, MASK_RIGHT, one=False, paged=rows == 16)
     for d in (64, 128):

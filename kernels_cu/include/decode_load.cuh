@@ -12,6 +12,7 @@ struct Piece {
     int queries;                      // where they are in shared memory
 
     static constexpr int BEGINS = 1, ENDS = 2, WHOLE = 4;  // a part begins and ends with the tile; the part is all there is
+    static constexpr int QUIT = 8;                         // there is no tile, nor will there be
 
     __device__ __forceinline__ void store(u32 smem) const {
         store_smem(smem, make_uint4(batch, head, key, flags));
@@ -103,7 +104,7 @@ template <class C> struct Loader {
 
     __device__ __forceinline__ void look_up() {
         if (C::PAGED && more()) {
-            const int thread = thread_index();
+            const int thread = C::load_thread();
             const KeyRange range = next.range;
             k_loader().look_up(k_pages, thread, key(), range.begin, range.end);
             if constexpr (!SAME_ROWS) v_loader().look_up(v_pages, thread, key(), range.begin, range.end);
@@ -112,35 +113,41 @@ template <class C> struct Loader {
 
     // Start to load the next tile; if there is none, an empty group of copies.
     __device__ __forceinline__ void load(u32 smem, int stage) {
-        if (more()) {
-            const u32 stage_smem = smem + stage * C::STAGE_BYTES;
-            const int thread = thread_index();
-            const KeyRange range = next.range;
-            k_loader().load(k_pages, thread, stage_smem, key(), range.begin, range.end);
-            if constexpr (SAME_ROWS) v_loader().load(k_pages, thread, stage_smem + C::V_SMEM, key(), range.begin, range.end);
-            else v_loader().load(v_pages, thread, stage_smem + C::V_SMEM, key(), range.begin, range.end);
+        if (more()) load(k_loader(), v_loader(), smem, stage);
+        copies_commit();
+    }
+
+    // The next tile, with the loaders of its part.
+    __device__ __forceinline__ void load(const KLoader& k, const VLoader& v, u32 smem, int stage) {
+        const u32 stage_smem = smem + stage * C::STAGE_BYTES;
+        const int thread = C::load_thread();
+        const KeyRange range = next.range;
+        k.load(k_pages, thread, stage_smem, key(), range.begin, range.end);
+        if constexpr (SAME_ROWS) v.load(k_pages, thread, stage_smem + C::V_SMEM, key(), range.begin, range.end);
+        else v.load(v_pages, thread, stage_smem + C::V_SMEM, key(), range.begin, range.end);
+        if constexpr (!C::WGMMA) {  // else the workers bring them
             if (next.begins()) {
                 const PackedRows rows(p, C::M, next.batch, head());
                 if (++part == C::STAGES) part = 0;
                 QueryLoader<C>(p, rows).load(p, rows, thread, Q_smem(smem));
             }
-            if (thread == 0) {
-                const int flags = (next.begins() ? Piece::BEGINS : 0) | (next.ends() ? Piece::ENDS : 0) | (next.whole() ? Piece::WHOLE : 0);
-                const int mask_key = p.mask_tail ? next.kv_length - p.mask_columns : 0;
-                const Piece piece{next.batch, head(), key(), flags, range, next.position, mask_key,
-                                  next.slot(run, lane), next.before, next.units, int(Q_smem(smem))};
-                piece.store(C::piece_smem(smem, stage));
-            }
-            next.advance(passes);
-            if (next.begins()) find_head();
-            look_up();
         }
-        copies_commit();
+        if (thread == 0) {
+            const int flags = (next.begins() ? Piece::BEGINS : 0) | (next.ends() ? Piece::ENDS : 0) | (next.whole() ? Piece::WHOLE : 0);
+            const int mask_key = p.mask_tail ? next.kv_length - p.mask_columns : 0;
+            const Piece piece{next.batch, head(), key(), flags, range, next.position, mask_key,
+                              next.slot(run, lane), next.before, next.units, int(Q_smem(smem))};
+            piece.store(C::piece_smem(smem, stage));
+        }
+        next.advance(passes);
+        if (next.begins()) find_head();
+        look_up();
     }
 
-  private:
-    __device__ __forceinline__ u32 Q_smem(u32 smem) const { return smem + part * C::STAGE_BYTES + C::Q_SMEM; }
-    __device__ __forceinline__ void find_head() { head_kv = more() ? int(u32(head()) / u32(p.row_blocks)) : 0; }
     __device__ __forceinline__ KLoader k_loader() const { return KLoader(p, p.k, p.k_stride, next.batch, head_kv, p.head_dim); }
     __device__ __forceinline__ VLoader v_loader() const { return VLoader(p, p.v, p.v_stride, next.batch, head_kv, p.head_dim_v); }
+
+  private:
+    __device__ __forceinline__ u32 Q_smem(u32 smem) const { return smem + (C::WGMMA ? C::ALL_Q_SMEM : part * C::STAGE_BYTES + C::Q_SMEM); }
+    __device__ __forceinline__ void find_head() { head_kv = more() ? int(u32(head()) / u32(p.row_blocks)) : 0; }
 };

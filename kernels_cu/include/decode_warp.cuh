@@ -24,13 +24,6 @@ template <class C> struct WarpDecode {
 
     // A part begins, whose queries are in shared memory.
     __device__ __forceinline__ void begin(const Piece& piece) {
-        state.init();
-#pragma unroll
-        for (int mt = 0; mt < C::MT; ++mt)
-#pragma unroll
-            for (int ot = 0; ot < C::OT; ++ot)
-#pragma unroll
-                for (int c = 0; c < 4; ++c) O_rmem[mt][ot][c] = 0.0f;
         const int thread = thread_index();
         if constexpr (C::Q_IN_RMEM) {
 #pragma unroll
@@ -38,6 +31,19 @@ template <class C> struct WarpDecode {
 #pragma unroll
                 for (int mt = 0; mt < C::MT; ++mt) ldmatrix_x4(Q_rmem[k][mt], C::QTile::fragment(Q_frag(piece, thread), mt, k));
         }
+        begin_rows(piece);
+    }
+
+    // The same apart from the queries.
+    __device__ __forceinline__ void begin_rows(const Piece& piece) {
+        const int thread = thread_index();
+        state.init();
+#pragma unroll
+        for (int mt = 0; mt < C::MT; ++mt)
+#pragma unroll
+            for (int ot = 0; ot < C::OT; ++ot)
+#pragma unroll
+                for (int c = 0; c < 4; ++c) O_rmem[mt][ot][c] = 0.0f;
         const PackedRows rows(p, C::M, piece.batch, piece.head);
 #pragma unroll
         for (int r = 0; r < 2 * C::MT; ++r) {

@@ -21,6 +21,13 @@ struct Accumulated {  // of four columns of a row
     float x[4];
     float reference, sum;
 
+    __device__ __forceinline__ void raise(float raised) {
+        const float factor = exp2_fast(reference - raised);
+        reference = raised, sum *= factor;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) x[i] *= factor;
+    }
+
     __device__ __forceinline__ void add(float4 y, float factor) {
         x[0] = fmaf(y.x, factor, x[0]), x[1] = fmaf(y.y, factor, x[1]), x[2] = fmaf(y.z, factor, x[2]), x[3] = fmaf(y.w, factor, x[3]);
     }
@@ -53,25 +60,37 @@ __device__ __forceinline__ void write_result(const DecodeParams& p, const Packed
         if (column + i < p.head_dim_v) to[(column + i) * p.out_stride.column] = u16((i < 2 ? words.x : words.y) >> (i % 2 * 16));
 }
 
-// Merge the parts of a block's rows, in their order, and write the results.
-template <class C> __device__ __forceinline__ void merge_parts(const DecodeParams& p, const PackedRows& rows, const Parts& parts) {
-    constexpr int PER_ROW = C::DV / 4;
-    const int count = min(C::M, p.rows - rows.first);
+// Merge the parts of some rows of a block, in the order of the parts, and write the results. Parts are read in batches, whose loads are under
+// way together.
+template <class C>
+__device__ __forceinline__ void merge_parts(const DecodeParams& p, const PackedRows& rows, const Parts& parts, int first_row, int end_row) {
+    constexpr int PER_ROW = C::DV / 4, BATCH = 8;
+    end_row = min(end_row, p.rows - rows.first);
 #pragma unroll 1
-    for (int i = thread_index(); i < count * PER_ROW; i += C::THREADS) {
+    for (int i = first_row * PER_ROW + thread_index(); i < end_row * PER_ROW; i += C::WORKERS) {
         const int row = i / PER_ROW, column = i % PER_ROW * 4;
         Accumulated a{{0.0f, 0.0f, 0.0f, 0.0f}, Fast32::LOWEST, 0.0f};
-#pragma unroll 4
-        for (int part = 0; part < parts.count; ++part)
-            a.reference = fmaxf(a.reference, load_gmem_l2(p.part_state + i64(parts.slot(part)) * C::M + row).x);
-#pragma unroll 4
-        for (int part = 0; part < parts.count; ++part) {
-            const i64 at = i64(parts.slot(part)) * C::M + row;
-            const float2 state = load_gmem_l2(p.part_state + at);
-            const float4 x = load_gmem_l2(reinterpret_cast<const float4*>(p.part_out + at * C::DV + column));
-            const float factor = exp2_fast(state.x - a.reference);
-            a.sum = fmaf(state.y, factor, a.sum);
-            a.add(x, factor);
+#pragma unroll 1
+        for (int first = 0; first < parts.count; first += BATCH) {
+            float2 state[BATCH];
+            float4 x[BATCH];
+#pragma unroll
+            for (int n = 0; n < BATCH; ++n) {  // behind the last part, that one again
+                const i64 at = i64(parts.slot(min(first + n, parts.count - 1))) * C::M + row;
+                state[n] = load_gmem_l2(p.part_state + at);
+                x[n] = load_gmem_l2(reinterpret_cast<const float4*>(p.part_out + at * C::DV + column));
+            }
+            float raised = a.reference;
+#pragma unroll
+            for (int n = 0; n < BATCH; ++n) raised = fmaxf(raised, state[n].x);
+            a.raise(raised);
+#pragma unroll
+            for (int n = 0; n < BATCH; ++n) {
+                if (first + n >= parts.count) break;
+                const float factor = exp2_fast(state[n].x - raised);
+                a.sum = fmaf(state[n].y, factor, a.sum);
+                a.add(x[n], factor);
+            }
         }
         write_result<C>(p, rows, row, column, a);
     }

@@ -17,9 +17,11 @@ template <bool ANEW = true> __device__ __forceinline__ int thread_index() {
     return x;
 }
 
-// A barrier of all THREADS of the block, to which its warps may come at different places of the program; bar.sync, as __syncthreads()
+// A barrier of THREADS of the block, or all, to which its warps may come at different places of the program; bar.sync, as __syncthreads()
 // uses it, promises that they come to one.
-template <int THREADS> __device__ __forceinline__ void block_barrier() { asm volatile("barrier.sync 0, %0;" ::"n"(THREADS) : "memory"); }
+template <int THREADS, int NUMBER = 0> __device__ __forceinline__ void block_barrier() {
+    asm volatile("barrier.sync %0, %1;" ::"n"(NUMBER), "n"(THREADS) : "memory");
+}
 
 // ---- copies from global to shared memory: asynchronous from sm_80 on ----------------------------------------------------
 

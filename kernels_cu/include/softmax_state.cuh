@@ -28,10 +28,10 @@ template <int ROWS, class Real = Fast32> struct SoftmaxState {
         }
     }
 
-    // Bring the references up to the tops of a tile's scores (logit x = scale * s, scale > 0), with sum and accumulator. A row whose top
-    // is above its reference by no more than Real::SLACK keeps it: its weights are as exact with 2^SLACK as with 1 for the largest, and
-    // after the first tiles the accumulators are left alone.
-    template <int MT, int OT> __device__ __forceinline__ void raise(T (&acc)[MT][OT][4], const T (&top)[ROWS], T scale) {
+    // Bring the references up to the tops of a tile's scores (logit x = scale * s, scale > 0), with the sums; `rescale` gets a row and the
+    // factor of its accumulators. A row whose top is above its reference by no more than Real::SLACK keeps it: its weights are as exact
+    // with 2^SLACK as with 1 for the largest, and after the first tiles the accumulators are left alone.
+    template <class Rescale> __device__ __forceinline__ void raise(const T (&top)[ROWS], T scale, Rescale rescale) {
         T raised[ROWS];
         bool raise = false;
 #pragma unroll
@@ -47,17 +47,30 @@ template <int ROWS, class Real = Fast32> struct SoftmaxState {
                 const T factor = Real::exp2(reference[r] - raised[r]);
                 reference[r] = raised[r];
                 sum[r] *= factor;
-#pragma unroll
-                for (int ot = 0; ot < OT; ++ot) acc[r / 2][ot][r % 2 * 2] *= factor, acc[r / 2][ot][r % 2 * 2 + 1] *= factor;
+                rescale(r, factor);
             }
         }
+    }
+
+    template <int MT, int OT> static __device__ __forceinline__ void scale_row(T (&acc)[MT][OT][4], int r, T factor) {
+#pragma unroll
+        for (int ot = 0; ot < OT; ++ot) acc[r / 2][ot][r % 2 * 2] *= factor, acc[r / 2][ot][r % 2 * 2 + 1] *= factor;
+    }
+
+    template <int MT, int OT> __device__ __forceinline__ void raise(T (&acc)[MT][OT][4], const T (&top)[ROWS], T scale) {
+        raise(top, scale, [&](int r, T factor) { scale_row(acc, r, factor); });
     }
 
     // The same, and turn the scores s of the tile into weights.
     template <int MT, int NT, int OT>
     __device__ __forceinline__ void update(T (&s)[MT][NT][4], T (&acc)[MT][OT][4], const T (&top)[ROWS], T scale) {
-        bool large = false;
         raise(acc, top, scale);
+        weigh(s, scale);
+    }
+
+    // Turn the scores s of a tile into weights.
+    template <int MT, int NT> __device__ __forceinline__ void weigh(T (&s)[MT][NT][4], T scale) {
+        bool large = false;
 #pragma unroll
         for (int r = 0; r < ROWS; ++r) large = large || (Real::abs(reference[r]) >= Real::LARGE && reference[r] != Real::LOWEST);
         // One fused multiply-add an element leaves the rounding error of the reference in the exponent: harmless below
