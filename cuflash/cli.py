@@ -90,7 +90,9 @@ def build_parser() -> argparse.ArgumentParser:
     start = bench.add_parser("start", help="time to the first result on a GPU, and of a call on the host")
     on_host = bench.add_parser("host", help="host time of calls on a GPU, beside an empty launch")
     ladder = bench.add_parser("ladder", help="naive, fa1 and fa2 on a GPU: bytes moved, counted and measured, and speed")
+    decode = bench.add_parser("decode", help="one query over dense and paged caches on a GPU, beside peers and a kernel that only reads")
     fallback = bench.add_parser("fallback", help="the Numba CUDA backend, which takes what the raw kernels do not")
+    from .bench import decode as bench_decode
     from .bench import fallback as bench_fallback
     from .bench import host as bench_host
     from .bench import ladder as bench_ladder
@@ -100,7 +102,7 @@ def build_parser() -> argparse.ArgumentParser:
 
     for subparser, module in (
         (prefill, bench_prefill), (variants, bench_variants), (ladder, bench_ladder), (start, bench_start), (on_host, bench_host),
-        (fallback, bench_fallback),
+        (fallback, bench_fallback), (decode, bench_decode),
     ):
         module.add_arguments(subparser)
         subparser.set_defaults(command=module.run)

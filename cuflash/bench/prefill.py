@@ -37,7 +37,7 @@ TOLERANCE = 2.0**-6  # of two results in bfloat16, relative to the largest eleme
 SECONDS_A_TURN = 4e-3
 MOST_NAIVE_BYTES = 64 << 30  # scores that a materialising peer may need
 MARKER = "prefill tables"
-PACKAGES = ("cuflash", "numpy", "torch", "nvidia-cudnn-cu13", "flash-attn-3")
+PACKAGES = ("cuflash", "numpy", "torch", "nvidia-cudnn-cu13", "flash-attn-3", "fa3-fwd", "flashinfer-python")
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,8 @@ def torch_sdpa(backend: str) -> Peer:
 
         def call() -> Any:
             with attention.sdpa_kernel(getattr(attention.SDPBackend, backend)), torch.no_grad():
-                return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal).transpose(1, 2)
+                out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1])
+            return out.transpose(1, 2)
 
         return call
 
@@ -134,9 +135,16 @@ def _fa3_module() -> str | None:
 
 
 def as_torch(a: Any) -> Any:
-    """The same memory as a PyTorch tensor of bfloat16."""
+    """The same memory as a PyTorch tensor of float16 or bfloat16."""
     torch = importlib.import_module("torch")
-    return torch.from_dlpack(a.view(np.int16)).view(torch.bfloat16)
+    return torch.from_dlpack(a.view(np.int16)).view(getattr(torch, a.dtype.name))
+
+
+def from_torch(tensor: Any, dtype: np.dtype) -> Any:
+    """A tensor of 16-bit numbers as a CuPy array."""
+    import cupy
+
+    return cupy.from_dlpack(tensor.contiguous().view(importlib.import_module("torch").int16)).view(dtype)
 
 
 def importable_peers() -> dict[str, Peer]:
@@ -229,7 +237,7 @@ def measure(shape: Shape, kernel: str, peers: dict[str, Peer]) -> dict[str, Any]
             continue
         peer = prepare(arrays, shape.causal)
         result = peer()
-        found_out = result if isinstance(result, cupy.ndarray) else cupy.from_dlpack(result.contiguous().view(_torch_int16())).view(BF16)
+        found_out = result if isinstance(result, cupy.ndarray) else from_torch(result, BF16)
         error = float(abs(found_out.astype(np.float32) - expected).max())
         if not error <= TOLERANCE * largest:
             raise RuntimeError(f"{name} and cuflash differ by {error} on {shape.name}")
@@ -250,22 +258,23 @@ def measure(shape: Shape, kernel: str, peers: dict[str, Peer]) -> dict[str, Any]
 
 def clock_under(load: Timed) -> int | None:
     """The multiprocessors' clock in MHz while some calls run; None where nvidia-smi does not tell it."""
-    program = shutil.which("nvidia-smi")
-    if program is None:
-        return None
-    import cupy
-
-    device = cupy.cuda.runtime.deviceGetPCIBusId(cupy.cuda.Device().id)
-    query = [program, f"--id={device}", "--query-gpu=clocks.sm", "--format=csv,noheader,nounits"]
-    with subprocess.Popen(query, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
-        while process.poll() is None:
-            load.seconds()
-        text = process.stdout.read().strip() if process.stdout else ""
+    text = nvidia_smi("clocks.sm", load.seconds)
     return int(text) if text.isdigit() else None
 
 
-def _torch_int16() -> Any:
-    return importlib.import_module("torch").int16
+def nvidia_smi(what: str, meanwhile: Callable[[], Any] = lambda: None) -> str:
+    """What nvidia-smi tells of CuPy's current device, while something runs over and over; "" where it does not tell it."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return ""
+    import cupy
+
+    device = cupy.cuda.runtime.deviceGetPCIBusId(cupy.cuda.Device().id)
+    query = [program, f"--id={device}", f"--query-gpu={what}", "--format=csv,noheader,nounits"]
+    with subprocess.Popen(query, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+        while process.poll() is None:
+            meanwhile()
+        return process.stdout.read().strip() if process.stdout else ""
 
 
 def free_memory() -> None:
@@ -286,6 +295,7 @@ def environment() -> dict[str, Any]:
     name = runtime.getDeviceProperties(runtime.getDevice())["name"]
     return {
         "card": name.decode() if isinstance(name, bytes) else name,
+        "driver": nvidia_smi("driver_version"),
         "driver_cuda": runtime.driverGetVersion(),
         "runtime_cuda": runtime.runtimeGetVersion(),
         "commit": report.commit(),
@@ -311,7 +321,8 @@ def summary(results: dict[str, Any]) -> dict[str, float]:
 def heading(env: dict[str, Any]) -> str:
     """The environment in one line."""
     versions = ", ".join(f"{name} {version}" for name, version in env["versions"].items())
-    cuda = f"CUDA {env['driver_cuda']} (driver) and {env['runtime_cuda']}"
+    driver = f"driver {env['driver']}, " if env.get("driver") else ""
+    cuda = f"{driver}CUDA {env['driver_cuda']} (driver) and {env['runtime_cuda']}"
     return f"{env['card']}, {cuda}; {versions}; commit {env['commit'] or 'unknown'}."
 
 
