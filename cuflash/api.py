@@ -124,11 +124,24 @@ def attention(
     """
     if edges.of(q) is not None:
         return edges.call(attention, locals())
-    key = None
-    if (
+    key = signed = None
+    plain = (
         bias is None and mask is None and alibi_slopes is None and sinks is None and score_mod is None and mask_mod is None
-        and mod_args is None and page_table is None and q_scale is None and k_scale is None and v_scale is None
-    ):
+        and mod_args is None and q_scale is None and k_scale is None and v_scale is None
+    )
+    if plain and (page_table is not None or not (kv_lengths is None or arrays.on_device(kv_lengths))):
+        signed = warm_decode.signature(
+            q, k, v, kv_lengths, page_table, layout,
+            {
+                "causal": causal, "window": window, "scale": scale, "softcap": softcap, "score": score, "precision": precision,
+                "num_splits": num_splits, "batch_invariant": batch_invariant, "out_dtype": out_dtype, "kernel": kernel,
+                "backend": backend, "kv_start": kv_start,
+            },
+        )
+        results = warm_decode.run(signed, out, lse, return_lse, stream)
+        if results is not None:
+            return results
+    elif plain:
         key = warm.key(
             q, k, v, causal, window, scale, softcap, score, precision, num_splits, batch_invariant, out_dtype, layout, kernel, backend,
         )
@@ -151,7 +164,7 @@ def attention(
     )
     if kv_lengths is None and kv_start is None:
         warm.keep_problem(key, problem)
-    return _execute(problem, out, lse, return_lse, layout, np.ndim(q), key)
+    return _execute(problem, out, lse, return_lse, layout, np.ndim(q), key, signed)
 
 
 def takes_options(function: Callable) -> Callable:
@@ -293,7 +306,8 @@ def decode(
     ((1, 1, 2, 16), [1.0, 1.0, 1.0, 0.0])
     """
     signed = warm_decode.signature(
-        q, k_cache, v_cache, kv_lengths, page_table, k_new, v_new, rope, cache_batch_index, layout, options,
+        q, k_cache, v_cache, kv_lengths, page_table, layout, options, k_new=k_new, v_new=v_new, rope=rope,
+        cache_batch_index=cache_batch_index,
     )
     if signed is not None:
         results = warm_decode.run(signed, out, lse, return_lse, options.get("stream"))
@@ -577,15 +591,19 @@ def _backend(chosen: Plan) -> Any:
     return backends.load(chosen.backend)
 
 
-def _execute(problem: Problem, out: Any, lse: Any, return_lse: bool, layout: str, ndim: int, key: tuple | None = None) -> Any:
-    """Results, plan, run; and the launch kept for further calls of the same signature ``key``, if there is one."""
-    results = warm.results_key(out, lse, return_lse)
+def _execute(
+    problem: Problem, out: Any, lse: Any, return_lse: bool, layout: str, ndim: int, key: tuple | None = None,
+    signed: warm_decode.Signed | None = None,
+) -> Any:
+    """Results, plan, run; and the launch kept for further calls of the same signature ``key``, or ``signed``, if there is one."""
+    results, given = warm.results_key(out, lse, return_lse), (out, lse)
     with launch.place(problem.q.device, problem.stream):
         problem, out, lse = problems.with_outputs(problem, out, lse, return_lse, layout, ndim)
         chosen = planner.choose(problem)
         prepared = None
         if key is not None and problem.q.device != HOST:
             prepared = warm.prepare(warm.launches, (key, results), chosen, problem, out, lse, return_lse)
+        warm_decode.keep(signed, chosen, problem, None, problem, (out, lse, return_lse), given)
         warm.execute(chosen, problem, prepared)
     return (out, lse) if return_lse else out
 

@@ -60,6 +60,14 @@ class FakeArray:
         self.host.fill(value)
 
 
+class Pinned(bytearray):
+    """Memory of the host at a known address."""
+
+    @property
+    def ptr(self) -> int:
+        return ctypes.addressof(ctypes.c_char.from_buffer(self))
+
+
 class Gpu:
     """Current device and stream of each thread, and what was launched."""
 
@@ -72,6 +80,8 @@ class Gpu:
         self.waited = 0  # times that somebody waited for the device
         self.allocated: dict[int, FakeArray] = {}  # in stream captures
         self.freed: list[FakeArray] = []
+        self.copying = False  # whether the copies from pinned memory are still on their way
+        self.pinned: list[Pinned] = []
 
     @classmethod
     def current(cls) -> Any:
@@ -89,6 +99,23 @@ class Gpu:
 
     def synchronize(self) -> None:
         self.waited += 1
+
+    def event(self, **options: Any) -> Any:
+        gpu = self
+
+        class Event:
+            def record(self, stream: Any) -> None:
+                pass
+
+            @property
+            def done(self) -> bool:
+                return not gpu.copying
+
+        return Event()
+
+    def pin(self, size: int) -> Pinned:
+        self.pinned.append(Pinned(size))
+        return self.pinned[-1]
 
     @contextlib.contextmanager
     def using(self, **what: int):
@@ -251,6 +278,10 @@ def pretended_gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
     cupy_cuda.alloc = pooled
     cupy.broadcast_to = lambda a, shape: a._view(np.broadcast_to(a.host, shape))
     cupy.asarray = lambda a: FakeArray((), host=np.array(a))
+    runtime.memcpyHostToDevice = 1
+    runtime.memcpyAsync = lambda to, pointer, size, kind, stream: ctypes.memmove(to, pointer, size)
+    cupy_cuda.alloc_pinned_memory = fake.pin
+    cupy_cuda.Event = fake.event
     runtime.memsetAsync = lambda pointer, value, size, stream: ctypes.memset(pointer, value, size)
     runtime.getDevice = lambda: fake.current().device
     runtime.streamIsCapturing = lambda stream: fake.capturing

@@ -140,6 +140,42 @@ def test_a_graph_appends_where_the_lengths_say(page):
         assert lengths.get().tolist() == known.tolist()
 
 
+@pytest.mark.parametrize("page", [0, 16])
+def test_lengths_of_the_host_in_calls_that_wait_for_the_gpu(page):
+    """None are overwritten by those of a later call before they were read."""
+    import cupy
+
+    s = Serving(cupy, page, BF16)
+    alone = {"k_new": None, "v_new": None, "rope": None}
+    steps = np.random.default_rng(0).integers(0, CAPACITY + 1, (300, 4))
+    outs = [cupy.empty_like(s.out) for _ in steps]
+    s.decode(steps[0].tolist(), **alone)
+    busy = cupy.ones((8192, 8192), F32)
+    cupy.cuda.Device().synchronize()
+    for _ in range(5):
+        busy = busy @ busy
+    for lengths, out in zip(steps, outs, strict=True):
+        s.decode(lengths.tolist(), out=out, **alone)
+    for n, (lengths, out) in enumerate(zip(steps, outs, strict=True)):
+        want = s.decode(cupy.asarray(lengths, np.int32), **alone)
+        compare.assert_same_bits(out.get(), want.get(), f"call {n}")
+
+
+@pytest.mark.parametrize("rows", [1, 70])
+def test_attention_over_pages_again(rows):
+    """Lengths and table on the host or on the device, other ones in each call; one query, and so many that another kernel runs."""
+    import cupy
+
+    s = Serving(cupy, 16, new=rows)
+    for turn in range(4):
+        lengths, table = [turn, 96, 17, 70 + turn], s.shuffled(turn)
+        want = cuflash.attention(s.q, *s.caches, kv_lengths=lengths, page_table=table.get(), causal=True, backend="cuda").get()
+        for known in (lengths, cupy.asarray(lengths, np.int32)):
+            for out in (None, s.out):
+                got = cuflash.attention(s.q, *s.caches, kv_lengths=known, page_table=table, causal=True, backend="cuda", out=out)
+                compare.assert_same_bits(got.get(), want, f"turn {turn}, lengths in a {type(known).__name__}")
+
+
 def test_a_warm_call_allocates_results_alone():
     import cupy
 

@@ -27,7 +27,7 @@ ROOMS = (
     ("arrays",),
     ("planner",),
     ("backends",),
-    ("jit", "launch"),
+    ("jit", "launch", "staging"),
     ("tiles_fp", "tiles_fa1", "tiles_decode"),
     ("compiled", "tiles"),
     ("reference", "alibi", "device", "host"),

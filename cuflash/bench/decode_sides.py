@@ -230,7 +230,8 @@ def dense_peers() -> dict[str, Callable[[Arrays], Call]]:
     found: dict[str, Callable[[Arrays], Call]] = {}
     if importlib.util.find_spec("torch"):
         for name, engine in (("cuDNN", "CUDNN_ATTENTION"), ("FA2", "FLASH_ATTENTION")):
-            found[f"{name} (PyTorch)"] = lambda arrays, sdpa=prefill.torch_sdpa(engine): sdpa(arrays, False)  # type: ignore[misc]
+            sdpa = prefill.torch_sdpa(engine)
+            found[f"{name} (PyTorch)"] = lambda arrays, sdpa=sdpa: sdpa(arrays, False)  # type: ignore[misc]
         if importlib.util.find_spec("fa3_fwd_interface"):
             found["FA3"] = flash_attention_3
         found["naive (PyTorch)"] = naive_torch

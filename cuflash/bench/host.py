@@ -19,7 +19,7 @@ from . import report
 from .prefill import environment, heading
 
 ROUNDS, BATCH, IDLE = 40, 60, 10  # of the calls of a batch, the first are not counted: they find the queue and the caches empty
-LIMITS = {"attention": 25.0, "Plan.run beside an empty launch": 5.0}  # microseconds
+LIMITS = {"attention": 25.0, "Plan.run beside an empty launch": 5.0, "decode": 40.0}  # microseconds
 
 
 def calls() -> dict[str, Callable[[], Any]]:
@@ -46,6 +46,18 @@ def calls() -> dict[str, Callable[[], Any]]:
         "with kv_lengths on the host, a copy a call": lambda: cuflash.attention(q, k, v, causal=True, kv_lengths=[50]),
         "attention_varlen, cu_seqlens on the GPU": lambda: cuflash.attention_varlen(*packed, ends, ends, max_seqlen_q=44, causal=True),
     }
+    query, *new = (x[:, :1] for x in (q, k, v))
+    rope = (*(cupy.ones((64, 64), np.float32) for _ in range(2)), "half")
+    table, pages = cupy.asarray([[3, 1, 0, 2]], np.int32), [x[0].reshape(4, 16, 8, 128) for x in (k, v)]
+    more = {"k_new": new[0], "v_new": new[1], "rope": rope}
+    for where, known in (("on the GPU", lengths), ("on the host", [50])):
+        found[f"decode(), kv_lengths {where}"] = lambda known=known: cuflash.decode(query, k, v, known)  # type: ignore[misc]
+        found[f"with a new key and an embedding, kv_lengths {where}"] = lambda known=known: cuflash.decode(  # type: ignore[misc]
+            query, k, v, known, **more,
+        )
+        found[f"attention() over pages, kv_lengths {where}"] = lambda known=known: cuflash.attention(  # type: ignore[misc]
+            query, *pages, kv_lengths=known, page_table=table,
+        )
     try:
         import torch
     except ImportError:
