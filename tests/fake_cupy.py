@@ -37,6 +37,7 @@ class FakeArray:
             host = memory[skip : memory.size - ALIGNMENT + skip].view(dtype).reshape(shape)
         self.host = host
         self.shape, self.strides, self.dtype, self.ndim = host.shape, host.strides, host.dtype, host.ndim
+        self.size = host.size
         ordinal = Gpu.current().device if device_id is None else device_id
         self.data = SimpleNamespace(ptr=host.__array_interface__["data"][0], device_id=ordinal)
         self.device = SimpleNamespace(id=ordinal)
