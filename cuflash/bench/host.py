@@ -46,7 +46,7 @@ def calls() -> dict[str, Callable[[], Any]]:
         "with kv_lengths on the host, a copy a call": lambda: cuflash.attention(q, k, v, causal=True, kv_lengths=[50]),
         "attention_varlen, cu_seqlens on the GPU": lambda: cuflash.attention_varlen(*packed, ends, ends, max_seqlen_q=44, causal=True),
     }
-    query, *new = (x[:, :1] for x in (q, k, v))
+    query, *new = (x[:, :1].copy() for x in (q, k, v))
     rope = (*(cupy.ones((64, 64), np.float32) for _ in range(2)), "half")
     table, pages = cupy.asarray([[3, 1, 0, 2]], np.int32), [x[0].reshape(4, 16, 8, 128) for x in (k, v)]
     more = {"k_new": new[0], "v_new": new[1], "rope": rope}
