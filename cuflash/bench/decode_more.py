@@ -92,7 +92,7 @@ def measure_splits(shape: Shape, dtype: str, turns: int) -> dict[str, Any]:
     for n in SPLITS:
         plan = cuflash.plan(q, *pairs[0], kernel="decode", backend="cuda", num_splits=n)
         us = 1e6 * float(np.median(times[split_name(n)]))
-        blocks = plan.extra[1].grid
+        blocks = plan.extra[1].grid  # the backend's own: the kernel's instance, and how keys are dealt out
         found[split_name(n)] = {"blocks": blocks, "busy": min(blocks, gpu().multiprocessors), "us": us, "tbps": shape.bytes / us / 1e6}
     return found
 
