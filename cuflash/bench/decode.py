@@ -12,6 +12,7 @@ values once.
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib
 import importlib.util
 import json
@@ -202,11 +203,11 @@ def jobs(
     for dtype in DTYPES if arguments.dtype == "both" else (arguments.dtype,):
         for shape in SHAPES if "shapes" in arguments.tables else ():
             if arguments.only in shape.name and (not arguments.quick or shape.name in QUICK):
-                yield "shapes", f"{dtype} {shape.name}", lambda shape=shape, dtype=dtype: measure(shape, dtype, turns, wanted)  # type: ignore
+                yield "shapes", f"{dtype} {shape.name}", functools.partial(measure, shape, dtype, turns, wanted)
         for table in decode_more.TABLES.values():
             for case in table.cases if table.name in arguments.tables else ():
                 name = f"{dtype} {table.case_name(case)}"
-                yield table.name, name, lambda table=table, case=case, dtype=dtype: table.measure(case, dtype, turns)  # type: ignore
+                yield table.name, name, functools.partial(table.measure, case, dtype, turns)
 
 
 def environment() -> dict[str, Any]:
