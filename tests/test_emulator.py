@@ -184,8 +184,11 @@ def test_asm_statements_become_calls():
         "{ unsigned short a; ptx::cvt_rn_f16_f32(a, x); ptx::mov_b32(d, a, a); }")
     text = 'int f() {\n#pragma unroll\n    asm volatile("a.b %0;"\n        :: "r"(x));\n    return 1;\n}\n'
     assert translate(text) == "int f() {\n\n    { ptx::a_b(x); }\n\n    return 1;\n}\n"
-    with pytest.raises(ValueError, match="registers of .b16 only"):
-        calls('"{.reg .pred p; mov.b32 %0, %1;}" : "=r"(d) : "r"(x)')
+    assert calls('"{.reg .pred p; try.parity p, [%1]; selp.u32 %0, 1, 0, p;}" : "=r"(d) : "r"(x)') == (
+        "{ bool p; ptx::try_parity(p, x); ptx::selp_u32(d, 1, 0, p); }")
+    assert calls('"a.shared::cta.b64 _, [%0];" :: "r"(x)') == "{ ptx::a_shared_cta_b64(x); }"
+    with pytest.raises(ValueError, match="registers of .b16 and .pred only"):
+        calls('"{.reg .f32 p; mov.b32 %0, %1;}" : "=r"(d) : "r"(x)')
 
 
 @needs_compiler

@@ -28,7 +28,7 @@ from .guarded import Guarded, Side
 from .translate import translate
 
 HERE = Path(__file__).resolve().parent
-RUNTIME = ("ptx.cpp", "launch.cpp")
+RUNTIME = ("ptx.cpp", "sm90.cpp", "launch.cpp")
 FLAGS = ("-std=c++17", "-shared", "-fPIC", "-fno-strict-aliasing", "-ffp-contract=off", "-U_FORTIFY_SOURCE", "-Wall")
 # Kernels run once or twice: compiling is what takes the time. What C++ leaves undefined is a trap, which the runtime reports.
 KERNEL_FLAGS = (

@@ -1,6 +1,6 @@
 // What a kernel needs in order to compile for the host: the CUDA C++ that it uses, and PTX instructions as functions, named like the
 // mnemonic with _ for each dot, with operands in PTX order, destinations by reference. translate.py turns asm statements into calls
-// of them; runtime.cpp has the bodies. No header of the standard library: an instance compiles in a quarter of a second.
+// of them; ptx.cpp and sm90.cpp have the bodies. No header of the standard library: an instance compiles in a quarter of a second.
 #pragma once
 
 namespace emulator {
@@ -121,7 +121,8 @@ void rcp_approx_ftz_f32(float& d, float a);
 void cp_async_cg_shared_global(b32 to, const void* from, int bytes, int read);
 void cp_async_ca_shared_global(b32 to, const void* from, int bytes, int read);
 void cp_async_cg_shared_global_L2_128B(b32 to, const void* from, int bytes);
-void barrier_sync(int barrier, int threads);
+void barrier_sync(int barrier, int count);
+void bar_sync(int barrier, int count);
 void cp_async_commit_group();
 void cp_async_wait_group(int left);
 void ld_global_nc_b32(b32& x, const void* from);
@@ -151,5 +152,56 @@ void mma_sync_aligned_m8n8k4_row_col_f64_f64_f64_f64(double& d0, double& d1, dou
 void mma_sync_aligned_m16n8k16_row_col_f64_f64_f64_f64(
     double& d0, double& d1, double& d2, double& d3, double a0, double a1, double a2, double a3, double a4, double a5, double a6, double a7,
     double b0, double b1, double b2, double b3, double c0, double c1, double c2, double c3);
+
+// ---- PTX of sm_90 -------------------------------------------------------------------------------------------------------
+
+inline void selp_u32(b32& d, b32 a, b32 b, bool p) { d = p ? a : b; }
+inline void setmaxnreg_inc_sync_aligned_u32(int) {}
+inline void setmaxnreg_dec_sync_aligned_u32(int) {}
+
+void mbarrier_init_shared_cta_b64(b32 barrier, int count);
+inline void fence_mbarrier_init_release_cluster() {}
+void mbarrier_arrive_shared_cta_b64(b32 barrier);
+void cp_async_mbarrier_arrive_noinc_shared_cta_b64(b32 barrier);
+void mbarrier_try_wait_parity_shared_cta_b64(bool& done, b32 barrier, b32 parity);
+void fence_proxy_async_shared_cta();
+
+inline void wgmma_fence_sync_aligned() {}
+void wgmma_commit_group_sync_aligned();
+void wgmma_wait_group_sync_aligned(int left);
+
+// What stands in a wgmma.mma_async with A in registers: D, A, descriptor of B, whether D is added to, signs of A and B, whether B has a
+// row for each of the 16 products. Registers by their places: they are read and written later.
+struct Wgmma {
+    float* d[128];
+    const b32* a[4];
+    unsigned long long rest[5];
+    int d_count = 0, a_count = 0, rest_count = 0;
+
+    void add(float& x) { d[d_count++] = &x; }
+    void add(const b32& x) { a[a_count++] = &x; }
+    void add(b32&&) = delete;
+    void add(unsigned long long x) { rest[rest_count++] = x; }
+    void add(int x) { rest[rest_count++] = x; }
+};
+void begin_wgmma(const Wgmma& operands, int columns, bool bfloat);
+
+template <int COLUMNS, bool BFLOAT, class... Operands> void wgmma(Operands&&... operands) {
+    static_assert(sizeof...(operands) == COLUMNS / 2 + 9, "D, A, the descriptor and four numbers");
+    Wgmma all;
+    (all.add(static_cast<Operands&&>(operands)), ...);
+    begin_wgmma(all, COLUMNS, BFLOAT);
+}
+#define WGMMA(columns)                                                                                               \
+    template <class... T> void wgmma_mma_async_sync_aligned_m64n##columns##k16_f32_f16_f16(T&&... operands) {        \
+        wgmma<columns, false>(static_cast<T&&>(operands)...);                                                        \
+    }                                                                                                                \
+    template <class... T> void wgmma_mma_async_sync_aligned_m64n##columns##k16_f32_bf16_bf16(T&&... operands) {      \
+        wgmma<columns, true>(static_cast<T&&>(operands)...);                                                         \
+    }
+WGMMA(32)
+WGMMA(64)
+WGMMA(128)
+#undef WGMMA
 
 }  // namespace ptx

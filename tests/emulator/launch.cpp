@@ -1,6 +1,7 @@
 // Launches, and the functions of CUDA C++ that need the other threads.
 #include "emulator.hpp"
 #include "memory.hpp"
+#include "sm90.hpp"
 
 int emulator::current;
 unsigned emulator::block;
@@ -22,7 +23,8 @@ bool __any_sync(unsigned, bool yes) {
 }
 
 void __syncwarp() {
-    emulator::with_warp("__syncwarp", [](emulator::Thread*) {});
+    using namespace emulator;
+    with_warp("__syncwarp", [](Thread*) { meet(current / WARP * WARP, WARP); });
 }
 
 unsigned __ballot_sync(unsigned, bool yes) {
@@ -92,6 +94,7 @@ extern "C" bool emulator_launch(void (*entry)(const void*), const void* params, 
         const int outcome = _setjmp(launch_point);
         if (outcome == 0) {
             reset_memory();
+            reset_sm90();
             start_threads(l.threads);
             resume(0);
         }

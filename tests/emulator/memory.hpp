@@ -1,7 +1,8 @@
 // Memory as the block's threads may use it: checks of shared and global accesses, and copies that take their time.
 //
-// Shared memory: every word knows who wrote and read it last, and how many barriers the block had passed by then. Two threads that touch
-// a word, one of them writing, with no barrier in between are a race, also where the order in which fibers happen to run hides it.
+// Shared memory: every word knows who wrote it last, who has read it since, and in which of his intervals (threads.hpp). Two threads that
+// touch a word, one of them writing, where the later one does not know of the earlier one's interval are a race, also where the order
+// in which fibers happen to run hides it.
 // Global memory: what copy instructions read must lie in one of the call's arrays. Plain C++ accesses cannot be seen one by one;
 // the arrays lie between pages without access (see guarded.py), and a fault there ends the launch.
 #pragma once
@@ -23,12 +24,15 @@ struct Range {  // of an array in global memory
     const unsigned char *begin, *end;
 };
 
-constexpr short SEVERAL = -2;  // in the place of a thread
+struct Access {
+    int thread, interval;
+    bool is_known() const { return thread == current || known[current][thread] >= interval; }
+};
 
-struct Word {  // of shared memory
-    int written_after, read_after;  // so many barriers; -1: never
-    short writer, reader;
-    bool under_way;                 // an asynchronous copy into it has not been waited for
+struct Word {                   // of shared memory
+    Access written;             // by thread -1: never
+    bool under_way;             // an asynchronous copy into it has not been waited for
+    std::vector<Access> reads;  // since then, one a thread
 };
 
 struct Copy {
@@ -50,7 +54,7 @@ inline Copies copies[MOST_THREADS];
 
 inline void reset_memory() {
     memset(smem, 0xff, shared_bytes);  // NaN
-    for (int i = 0; i < shared_bytes / 4; ++i) words[i] = {-1, -1, -1, -1, false};
+    for (int i = 0; i < shared_bytes / 4; ++i) words[i].written = {-1, 0}, words[i].under_way = false, words[i].reads.clear();
     for (Copies& c : copies) c.all.clear(), c.groups.clear(), c.open = 0;
 }
 
@@ -66,11 +70,14 @@ inline const unsigned char* read_shared(unsigned address, int bytes, const char*
     check_shared(address, bytes, what);
     for (unsigned i = address / 4; i < (address + bytes + 3) / 4; ++i) {
         Word& w = words[i];
-        if (w.under_way) fail("%s reads shared memory at %u, where thread %d copies to and has not waited", what, 4 * i, w.writer);
-        if (w.written_after == barriers && w.writer != current)
-            fail("race: %s reads shared memory at %u, thread %d wrote it, no barrier in between", what, 4 * i, w.writer);
-        w.reader = w.read_after == barriers && w.reader != current ? SEVERAL : current;
-        w.read_after = barriers;
+        if (w.under_way) fail("%s reads shared memory at %u, where thread %d copies to and has not waited", what, 4 * i, w.written.thread);
+        if (w.written.thread >= 0 && !w.written.is_known())
+            fail("race: %s reads shared memory at %u, thread %d wrote it, no barrier in between", what, 4 * i, w.written.thread);
+        Access* own = nullptr;
+        for (Access& read : w.reads)
+            if (read.thread == current) own = &read;
+        if (own) own->interval = known[current][current];
+        else w.reads.push_back({current, known[current][current]});
     }
     return smem + address;
 }
@@ -79,14 +86,14 @@ inline unsigned char* write_shared(unsigned address, int bytes, const char* what
     check_shared(address, bytes, what);
     for (unsigned i = address / 4; i < (address + bytes + 3) / 4; ++i) {
         Word& w = words[i];
-        if (w.under_way) fail("%s writes shared memory at %u, where thread %d copies to and has not waited", what, 4 * i, w.writer);
-        if (w.written_after == barriers && w.writer != current)
-            fail("race: %s writes shared memory at %u, thread %d wrote it, no barrier in between", what, 4 * i, w.writer);
-        if (w.read_after == barriers && w.reader == SEVERAL)
-            fail("race: %s writes shared memory at %u, several threads read it, no barrier in between", what, 4 * i);
-        if (w.read_after == barriers && w.reader != current)
-            fail("race: %s writes shared memory at %u, thread %d read it, no barrier in between", what, 4 * i, w.reader);
-        w.writer = current, w.written_after = barriers, w.under_way = under_way;
+        if (w.under_way) fail("%s writes shared memory at %u, where thread %d copies to and has not waited", what, 4 * i, w.written.thread);
+        if (w.written.thread >= 0 && !w.written.is_known())
+            fail("race: %s writes shared memory at %u, thread %d wrote it, no barrier in between", what, 4 * i, w.written.thread);
+        for (const Access& read : w.reads)
+            if (!read.is_known())
+                fail("race: %s writes shared memory at %u, thread %d read it, no barrier in between", what, 4 * i, read.thread);
+        w.written = {current, known[current][current]}, w.under_way = under_way;
+        w.reads.clear();
     }
     return smem + address;
 }
@@ -143,20 +150,25 @@ inline void commit_copies() {
     copies[current].open = 0;
 }
 
+// Complete the oldest of the current thread's copies.
+inline void complete_copies(size_t count) {
+    auto& all = copies[current].all;
+    for (size_t n = 0; n < count; ++n) {
+        const Copy& c = all[n];
+        for (unsigned i = c.to / 4; i < (c.to + c.bytes) / 4; ++i)
+            words[i].under_way = false, words[i].written.interval = known[current][current];
+        memset(smem + c.to, 0, c.bytes);
+        memcpy(smem + c.to, c.from, c.read);
+    }
+    all.erase(all.begin(), all.begin() + count);
+}
+
 // Complete the oldest groups until `left` are under way.
 inline void wait_for_copies(size_t left) {
     Copies& own = copies[current];
-    size_t done = 0;
-    while (own.groups.size() > left) {
-        for (const size_t end = done + own.groups.front(); done < end; ++done) {
-            const Copy& c = own.all[done];
-            for (unsigned i = c.to / 4; i < (c.to + c.bytes) / 4; ++i) words[i].under_way = false, words[i].written_after = barriers;
-            memset(smem + c.to, 0, c.bytes);
-            memcpy(smem + c.to, c.from, c.read);
-        }
-        own.groups.erase(own.groups.begin());
-    }
-    own.all.erase(own.all.begin(), own.all.begin() + done);
+    size_t count = 0;
+    for (; own.groups.size() > left; own.groups.erase(own.groups.begin())) count += own.groups.front();
+    complete_copies(count);
 }
 
 }  // namespace emulator

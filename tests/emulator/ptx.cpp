@@ -1,59 +1,13 @@
 // The bodies of PTX instructions.
-#include <cmath>
-
 #include "emulator.hpp"
 #include "memory.hpp"
+#include "numbers.hpp"
 
 namespace ptx {
 
 using namespace emulator;
 
-template <class T, class From> static T bits(From from) {
-    static_assert(sizeof(T) == sizeof(From), "");
-    T to;
-    memcpy(&to, &from, sizeof to);
-    return to;
-}
-
 // ---- 16-bit numbers -----------------------------------------------------------------------------------------------------
-
-struct Half {
-    static float from(b16 x) {
-        const int exponent = x >> 10 & 31, fraction = x & 1023;
-        const float size = exponent == 31 ? (fraction ? NAN : INFINITY)
-                           : exponent     ? ldexpf(fraction + 1024, exponent - 25)
-                                          : ldexpf(fraction, -24);
-        return x & 0x8000 ? -size : size;
-    }
-
-    static b16 to(float x) {  // to nearest even
-        const unsigned sign = bits<unsigned>(x) >> 16 & 0x8000;
-        const float size = fabsf(x);
-        if (size != size) return 0x7fff;
-        if (size >= 65520.0f) return sign | 0x7c00;
-        if (size < 6.103515625e-5f) return sign | unsigned(rintf(size * 16777216.0f));  // a denormal, or the smallest number above
-        const unsigned u = bits<unsigned>(size);
-        return sign | (((u + 0xfff + (u >> 13 & 1)) >> 13) - (112 << 10));
-    }
-};
-
-struct Bfloat {
-    static float from(b16 x) { return bits<float>(unsigned(x) << 16); }
-
-    static b16 to(float x) {
-        const unsigned u = bits<unsigned>(x);
-        return x != x ? 0x7fff : (u + 0x7fff + (u >> 16 & 1)) >> 16;
-    }
-};
-
-template <class T> static float number(b16 x) {
-    static float* table = nullptr;
-    if (!table) {
-        table = new float[65536];
-        for (int i = 0; i < 65536; ++i) table[i] = T::from(i);
-    }
-    return table[x];
-}
 
 template <class T> static unsigned pack(float low, float high) { return T::to(low) | unsigned(T::to(high)) << 16; }
 
@@ -81,11 +35,8 @@ void rcp_approx_ftz_f32(float& d, float a) { d = flushed(1.0f / flushed(a)); }
 void cp_async_cg_shared_global(unsigned to, const void* from, int bytes, int read) { begin_copy(to, from, bytes, read, "cp.async"); }
 void cp_async_ca_shared_global(unsigned to, const void* from, int bytes, int read) { begin_copy(to, from, bytes, read, "cp.async"); }
 void cp_async_cg_shared_global_L2_128B(unsigned to, const void* from, int bytes) { begin_copy(to, from, bytes, bytes, "cp.async"); }
-void barrier_sync(int barrier, int threads) {
-    if (barrier != 0 || threads != thread_count)
-        fail("barrier.sync %d, %d: only a barrier of the whole block, number 0, is known", barrier, threads);
-    block_barrier("barrier.sync");
-}
+void barrier_sync(int barrier, int count) { block_barrier("barrier.sync", false, barrier, count); }
+void bar_sync(int barrier, int count) { block_barrier("bar.sync", false, barrier, count); }
 void cp_async_commit_group() { commit_copies(); }
 void cp_async_wait_group(int left) { wait_for_copies(left); }
 

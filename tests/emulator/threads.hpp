@@ -17,7 +17,9 @@ namespace emulator {
 
 constexpr int WARP = 32, MOST_THREADS = 1024, STACK_BYTES = 128 << 10;
 
-enum class State { READY, WAITS_FOR_WARP, WAITS_FOR_BLOCK, DONE };
+constexpr int BARRIERS = 16;  // of a block
+
+enum class State { READY, WAITS_FOR_WARP, WAITS_FOR_BLOCK, WAITS_FOR_PHASE, DONE };
 
 struct Thread {
     ucontext_t first;   // where it begins
@@ -25,6 +27,8 @@ struct Thread {
     bool started;
     State state;
     const char* at;     // the barrier or warp instruction that it has come to
+    unsigned waits_on;  // number of the barrier, or address of the mbarrier
+    int products;       // of wgmma that are under way
     alignas(8) unsigned in[32];  // its operands of a warp instruction
     alignas(8) unsigned out[8];  // its results
 };
@@ -32,7 +36,6 @@ struct Thread {
 inline Thread threads[MOST_THREADS];
 inline int arrived[MOST_THREADS / WARP];  // threads of each warp at its instruction
 inline int thread_count;                  // threads of the block
-inline int block_arrived, barriers;       // threads at the block's barrier; barriers that the block has passed
 inline bool vote, votes;                  // of __syncthreads_or: while it gathers, and the result
 inline jmp_buf launch_point;              // of emulator_launch(), which gets one of these
 enum Outcome { BLOCK_DONE = 1, FAILED = 2 };
@@ -80,6 +83,35 @@ __attribute__((noinline)) inline void wait(State state) {
     if (_setjmp(threads[current].next) == 0) run_next();
 }
 
+// ---- who knows of whom ----------------------------------------------------------------------------------------------------
+
+// A thread's time is cut into intervals 1, 2, ..., one of which ends whenever it lets others know. known[t][u] is the last interval
+// of thread u that lies before what thread t does now; known[t][t] is its own.
+inline int known[MOST_THREADS][MOST_THREADS];
+inline int known_to_tensor_cores[MOST_THREADS][MOST_THREADS];  // at the thread's last fence.proxy.async
+
+inline void learn(int* own, const int* others) {
+    for (int i = 0; i < thread_count; ++i) own[i] = others[i] > own[i] ? others[i] : own[i];
+}
+
+// The current thread lets those know who will learn from `all`.
+inline void tell(int* all) {
+    learn(all, known[current]);
+    ++known[current][current];
+}
+
+// These threads let each other know.
+inline void meet(int first, int count) {
+    int all[MOST_THREADS] = {};
+    for (int thread = first; thread < first + count; ++thread) learn(all, known[thread]);
+    for (int thread = first; thread < first + count; ++thread) {
+        learn(known[thread], all);
+        ++known[thread][thread];
+    }
+}
+
+// ---- barriers -------------------------------------------------------------------------------------------------------------
+
 // All of these threads must have come to the same place.
 inline void check_together(int first, int count, const char* name) {
     for (int other = first; other < first + count; ++other)
@@ -97,18 +129,34 @@ template <class Work> void with_warp(const char* name, Work work) {
     for (int lane = 0; lane < WARP; ++lane) threads[warp * WARP + lane].state = State::READY;
 }
 
-// A barrier of the whole block; returns whether some thread said yes.
-inline bool block_barrier(const char* name, bool yes = false) {
-    threads[current].at = name;
+struct Barrier {
+    int arrived, count;  // threads
+    int told[MOST_THREADS];
+};
+inline Barrier named[BARRIERS];
+
+// A barrier of so many threads of the block, by its number; returns whether some thread said yes.
+inline bool block_barrier(const char* name, bool yes = false, int number = 0, int count = thread_count) {
+    if (number < 0 || number >= BARRIERS || count <= 0 || count % WARP != 0 || count > thread_count)
+        fail("%s %d, %d: there are barriers 0 to 15, of whole warps of the block's %d threads", name, number, count, thread_count);
+    Barrier& b = named[number];
+    if (b.arrived > 0 && b.count != count) fail("%s %d, %d: others came to it as one of %d threads", name, number, count, b.count);
+    b.count = count;
+    threads[current].at = name, threads[current].waits_on = number;
     vote |= yes;
-    if (++block_arrived < thread_count) {
+    tell(b.told);
+    if (++b.arrived < count) {
         wait(State::WAITS_FOR_BLOCK);
     } else {
-        check_together(0, thread_count, name);
+        threads[current].state = State::WAITS_FOR_BLOCK;
+        const auto here = [number](const Thread& t) { return t.state == State::WAITS_FOR_BLOCK && t.waits_on == unsigned(number); };
+        for (int other = 0; other < thread_count; ++other)
+            if (here(threads[other]) && strcmp(threads[other].at, name) != 0)
+                fail("it is at %s while thread %d is at %s", name, other, threads[other].at);
         votes = vote, vote = false;
-        block_arrived = 0;
-        ++barriers;
-        for (int thread = 0; thread < thread_count; ++thread) threads[thread].state = State::READY;
+        for (int other = 0; other < thread_count; ++other)
+            if (here(threads[other])) learn(known[other], b.told), threads[other].state = State::READY;
+        b = {};
     }
     return votes;
 }
@@ -118,6 +166,7 @@ inline const void* kernel_params;
 
 inline void thread_main() {
     kernel(kernel_params);
+    if (threads[current].products) fail("it leaves the kernel while wgmma.mma_async is under way");
     threads[current].state = State::DONE;
     run_next();
 }
@@ -129,11 +178,14 @@ inline void start_threads(int count) {
     const int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
     if (!stacks) stacks = static_cast<char*>(mmap(nullptr, bytes, PROT_READ | PROT_WRITE, flags, -1, 0));
     if (stacks == MAP_FAILED) fail("no memory for the stacks of the threads");
-    thread_count = count, block_arrived = barriers = 0, vote = false;
+    thread_count = count, vote = false;
     memset(arrived, 0, sizeof arrived);
+    memset(named, 0, sizeof named);
     for (int i = 0; i < count; ++i) {
         Thread& t = threads[i];
-        t.started = false, t.state = State::READY, t.at = "the beginning";
+        t.started = false, t.state = State::READY, t.at = "the beginning", t.products = 0;
+        memset(known[i], 0, sizeof(int) * count), memset(known_to_tensor_cores[i], 0, sizeof(int) * count);
+        known[i][i] = 1;
         getcontext(&t.first);
         t.first.uc_stack.ss_sp = stacks + size_t(i) * STACK_BYTES;
         t.first.uc_stack.ss_size = STACK_BYTES;

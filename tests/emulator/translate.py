@@ -11,6 +11,8 @@ _SYSTEM_INCLUDE_OR_UNROLL = re.compile(r"^[ \t]*#[ \t]*(?:include[ \t]*<.*|pragm
 _SHARED = re.compile(r"\b(extern\s+)?__shared__\b")
 _TOKEN = re.compile(r"%(\d+)|%%([\w.]+)|([A-Za-z_]\w*|\d+)")
 
+_REGISTERS = {".b16": "unsigned short", ".pred": "bool"}
+
 
 def translate(source: str) -> str:
     """The text of a translation unit, line for line; loops are not unrolled and the toolkit's headers left out."""
@@ -36,18 +38,18 @@ def calls(asm: str) -> str:
 
 
 def _instruction(text: str, operands: list[str]) -> str:
-    """One PTX instruction, or declaration of 16-bit registers."""
+    """One PTX instruction, or declaration of registers for 16 bits or predicates."""
     mnemonic, _, rest = text.partition(" ")
     if mnemonic == ".reg":
         kind, _, names = rest.partition(" ")
-        if kind != ".b16":
-            raise ValueError(f"the emulator knows registers of .b16 only: {text}")
-        return f"unsigned short {names};"
+        if kind not in _REGISTERS:
+            raise ValueError(f"the emulator knows registers of {' and '.join(_REGISTERS)} only: {text}")
+        return f"{_REGISTERS[kind]} {names};"
     arguments = []
     for number, special, literal in _TOKEN.findall(rest):
         if number:
             arguments.append(operands[int(number)])
-        else:
+        elif literal != "_":  # a result that nobody wants
             arguments.append(f"ptx::{special.replace('.', '_')}()" if special else literal)
     return f"ptx::{re.sub('[.:]+', '_', mnemonic)}({', '.join(arguments)});"
 

@@ -1,0 +1,241 @@
+// The bodies of PTX instructions that sm_90 has: barriers in shared memory, and products of four warps that run on their own.
+#include "sm90.hpp"
+
+#include <map>
+
+#include "emulator.hpp"
+#include "memory.hpp"
+#include "numbers.hpp"
+
+namespace emulator {
+
+// ---- mbarriers ----------------------------------------------------------------------------------------------------------
+
+struct Phases {
+    int count, pending;  // arrivals that complete a phase, and that are left of the current one
+    unsigned phase;
+    std::vector<int> told, told_before;  // by those who have arrived, in the current phase and in the last one
+};
+static std::map<unsigned, Phases> mbarriers;  // by address
+
+static Phases& mbarrier_at(unsigned address, const char* what) {
+    read_shared(address, 8, what);  // who does not know of its beginning is in a race with it
+    const auto found = mbarriers.find(address);
+    if (found == mbarriers.end()) fail("%s: there is no mbarrier at %u", what, address);
+    return found->second;
+}
+
+static void arrive(unsigned address, const char* what) {
+    Phases& b = mbarrier_at(address, what);
+    tell(b.told.data());
+    if (--b.pending > 0) return;
+    b.told_before = b.told, b.pending = b.count, ++b.phase;
+    b.told.assign(MOST_THREADS, 0);
+    for (int other = 0; other < thread_count; ++other)
+        if (threads[other].state == State::WAITS_FOR_PHASE && threads[other].waits_on == address) threads[other].state = State::READY;
+}
+
+// ---- wgmma --------------------------------------------------------------------------------------------------------------
+
+constexpr int WARPGROUP = 4 * WARP;
+constexpr unsigned POISON = 0x7fa0dead;  // what D holds meanwhile: a NaN that becomes another one wherever it is computed with
+
+struct Sums {  // of one D, which some products that are under way add to
+    std::vector<float*> at;
+    std::vector<float> values;
+    int products;
+};
+
+struct Kind {  // what all threads of a warpgroup must agree on
+    unsigned long long descriptor;
+    int columns;
+    bool bfloat, adds, transposed;
+    bool operator==(const Kind& k) const {
+        return descriptor == k.descriptor && columns == k.columns && bfloat == k.bfloat && adds == k.adds && transposed == k.transposed;
+    }
+};
+
+struct Product {
+    Kind kind;
+    const unsigned* a_at[4];
+    unsigned a[4];
+    float* d;  // names the sums
+};
+
+struct Products {  // of one thread, oldest first
+    std::vector<Product> all;
+    std::vector<size_t> groups;  // number of products in each committed group
+    size_t open, begun;          // products of no group yet; that there were so far
+    std::vector<Sums> sums;
+
+    Sums& of(const float* d) {
+        for (Sums& s : sums)
+            if (s.at[0] == d) return s;
+        fail("no sums");
+    }
+};
+static Products products[MOST_THREADS];
+static std::vector<Kind> begun[MOST_THREADS / WARPGROUP];  // by each warpgroup
+
+void reset_sm90() {
+    mbarriers.clear();
+    for (Products& p : products) p.all.clear(), p.groups.clear(), p.sums.clear(), p.open = p.begun = 0;
+    for (auto& kinds : begun) kinds.clear();
+}
+
+// Where B's element (k, n) lies: rows of 128 or 64 bytes, in groups of 8, of which 16-byte pieces are exchanged.
+static unsigned place(const Kind& kind, int k, int n) {
+    const auto bytes = [&kind](int shift) { return unsigned(kind.descriptor >> shift & 0x3fff) << 4; };
+    const unsigned mode = kind.descriptor >> 62, row_bytes = mode == 1 ? 128 : 64, swizzled = row_bytes / 16 - 1;
+    const unsigned start = bytes(0), block_stride = bytes(16), group_stride = bytes(32);
+    if (mode != 1 && mode != 2) fail("wgmma: a descriptor of swizzle mode %u; 1 (128 bytes) and 2 (64 bytes) are known", mode);
+    if (kind.descriptor >> 49 & 7 || start >> 7 & swizzled) fail("wgmma: the matrix at %u does not begin with a group of 8 rows", start);
+    const int row = kind.transposed ? k : n, column = kind.transposed ? n : k, per_row = row_bytes / 2;
+    const unsigned at = start + column / per_row * block_stride + row / 8 * group_stride + row % 8 * row_bytes + column % per_row * 2;
+    return at ^ (at >> 7 & swizzled) << 4;
+}
+
+// Tensor cores see what has been written if the writer, or a reader who knows of it, has put a fence behind it.
+static void read_by_tensor_cores(unsigned address) {
+    read_shared(address / 16 * 16, 16, "wgmma");
+    const Access& w = words[address / 4].written;
+    if (w.thread >= 0 && known_to_tensor_cores[current][w.thread] < w.interval && known_to_tensor_cores[w.thread][w.thread] < w.interval)
+        fail("wgmma reads shared memory at %u, thread %d wrote it, no fence.proxy.async in between", address, w.thread);
+}
+
+// Complete the same product of the 32 threads of the current warp; sums are exact and rounded once.
+template <class T> static void complete(const Kind& kind, int first) {
+    static double A[16][16], B[16][128];
+    for (int k = 0; k < 16; ++k)
+        for (int n = 0; n < kind.columns; ++n) {
+            const unsigned at = place(kind, k, n);
+            if (at % 16 == 0) read_by_tensor_cores(at);
+            b16 x;
+            memcpy(&x, smem + at, 2);
+            B[k][n] = number<T>(x);
+        }
+    for (int lane = 0; lane < WARP; ++lane) {
+        const Product& p = products[first + lane].all.front();
+        for (int i = 0; i < 4; ++i) {
+            if (*p.a_at[i] != p.a[i]) fail("registers of A have changed while wgmma.mma_async was under way, in thread %d", first + lane);
+            for (int e = 0; e < 2; ++e) A[lane / 4 + i % 2 * 8][2 * (lane % 4) + e + i / 2 * 8] = number<T>(p.a[i] >> 16 * e & 0xffff);
+        }
+    }
+    for (int lane = 0; lane < WARP; ++lane) {
+        Products& own = products[first + lane];
+        Sums& sums = own.of(own.all.front().d);
+        for (int i = 0; i < kind.columns / 2; ++i) {
+            const int row = lane / 4 + 8 * (i >> 1 & 1), column = 8 * (i / 4) + 2 * (lane % 4) + (i & 1);
+            double sum = kind.adds ? double(sums.values[i]) : 0.0;
+            for (int k = 0; k < 16; ++k) sum += A[row][k] * B[k][column];
+            sums.values[i] = float(sum);
+        }
+        --sums.products, --threads[first + lane].products;
+        own.all.erase(own.all.begin());
+    }
+}
+
+// Give registers what was computed for them, where nothing is under way any more.
+static void hand_over(int thread) {
+    auto& sums = products[thread].sums;
+    for (size_t n = 0; n < sums.size();) {
+        Sums& s = sums[n];
+        if (s.products > 0) {
+            ++n;
+            continue;
+        }
+        for (size_t i = 0; i < s.at.size(); ++i) {
+            if (bits<unsigned>(*s.at[i]) != POISON) fail("registers of D have changed while wgmma.mma_async was under way, in thread %d", thread);
+            *s.at[i] = s.values[i];
+        }
+        sums.erase(sums.begin() + n);
+    }
+}
+
+}  // namespace emulator
+
+namespace ptx {
+
+using namespace emulator;
+
+void mbarrier_init_shared_cta_b64(b32 barrier, int count) {
+    write_shared(barrier, 8, "mbarrier.init");
+    if (count <= 0) fail("mbarrier.init: a count of %d", count);
+    mbarriers[barrier] = {count, count, 0, std::vector<int>(MOST_THREADS), std::vector<int>(MOST_THREADS)};
+}
+
+void mbarrier_arrive_shared_cta_b64(b32 barrier) { arrive(barrier, "mbarrier.arrive"); }
+
+// The copies are complete now; those who wait for the phase cannot tell, and those who do not are in a race with them.
+void cp_async_mbarrier_arrive_noinc_shared_cta_b64(b32 barrier) {
+    Copies& own = copies[current];
+    complete_copies(own.all.size());
+    own.groups.clear(), own.open = 0;
+    arrive(barrier, "cp.async.mbarrier.arrive");
+}
+
+void mbarrier_try_wait_parity_shared_cta_b64(bool& done, b32 barrier, b32 parity) {
+    const Phases& b = mbarrier_at(barrier, "mbarrier.try_wait");
+    while ((b.phase & 1) == parity) {
+        threads[current].at = "mbarrier.try_wait", threads[current].waits_on = barrier;
+        wait(State::WAITS_FOR_PHASE);
+    }
+    learn(known[current], b.told_before.data());
+    done = true;
+}
+
+void fence_proxy_async_shared_cta() { memcpy(known_to_tensor_cores[current], known[current], sizeof(int) * thread_count); }
+
+void begin_wgmma(const Wgmma& operands, int columns, bool bfloat) {
+    Products& own = products[current];
+    Product p = {{operands.rest[0], columns, bfloat, operands.rest[1] != 0, operands.rest[4] != 0}, {}, {}, operands.d[0]};
+    if (operands.rest[2] != 1 || operands.rest[3] != 1) fail("wgmma: only signs of 1 are known");
+    auto& kinds = begun[current / WARPGROUP];
+    if (own.begun == kinds.size()) kinds.push_back(p.kind);
+    if (!(kinds[own.begun++] == p.kind)) fail("wgmma.mma_async: the threads of its warpgroup do not agree on the descriptor or on the kind");
+    for (int i = 0; i < 4; ++i) p.a_at[i] = operands.a[i], p.a[i] = *operands.a[i];
+    Sums* sums = nullptr;
+    for (Sums& s : own.sums)
+        if (s.at[0] == p.d) sums = &s;
+    if (!sums) {
+        own.sums.push_back({{operands.d, operands.d + operands.d_count}, {}, 0});
+        sums = &own.sums.back();
+        for (float* d : sums->at) sums->values.push_back(*d), *d = bits<float>(POISON);
+    }
+    if (sums->at.size() != size_t(operands.d_count)) fail("wgmma.mma_async: another one that is under way has a part of its D");
+    ++sums->products, ++threads[current].products;
+    own.all.push_back(p);
+    ++own.open;
+}
+
+void wgmma_commit_group_sync_aligned() {
+    Products& own = products[current];
+    own.groups.push_back(own.open);
+    own.open = 0;
+}
+
+// B is read only now. All threads of the warp have waited, so that none reads it any more.
+void wgmma_wait_group_sync_aligned(int left) {
+    threads[current].in[0] = left;
+    with_warp("wgmma.wait_group", [](Thread* lanes) {
+        const int first = current / WARP * WARP;
+        for (int lane = 0; lane < WARP; ++lane) {
+            const Products &p = products[first], &other = products[first + lane];
+            if (lanes[lane].in[0] != lanes[0].in[0] || other.groups != p.groups || other.all.size() != p.all.size())
+                fail("wgmma.wait_group: thread %d has begun other products than thread %d, or waits for others", first + lane, first);
+        }
+        auto& groups = products[first].groups;
+        while (groups.size() > lanes[0].in[0]) {
+            for (size_t n = groups.front(); n > 0; --n) {
+                const Kind kind = products[first].all.front().kind;
+                if (kind.bfloat) complete<Bfloat>(kind, first);
+                else complete<Half>(kind, first);
+            }
+            for (int lane = WARP - 1; lane >= 0; --lane) products[first + lane].groups.erase(products[first + lane].groups.begin());
+        }
+        for (int lane = 0; lane < WARP; ++lane) hand_over(first + lane);
+        meet(first, WARP);
+    });
+}
+
+}  // namespace ptx

@@ -1,0 +1,258 @@
+"""What the emulator has of sm_90: products of warpgroups against NumPy, barriers in shared memory, and what is wrong with them is found."""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+import pytest
+from cuflash import arrays, jit
+from emulator import emulate
+from emulator.guarded import Guarded
+
+pytestmark = pytest.mark.skipif(emulate.why_unusable() is not None, reason=f"nothing can be emulated here: {emulate.why_unusable()}")
+
+SHARED = 32768
+PARAMS = np.dtype([("which", np.int32), ("bytes", np.int32), ("a", np.uint64), ("b", np.uint64), ("output", np.uint64)])
+HEAD = """
+struct Probe {
+    int which, bytes;
+    const u32* a;
+    const u32* b;
+    float* output;
+};
+
+inline void fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+inline void commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+template <int GROUPS> void wait_products() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(GROUPS) : "memory"); }
+"""
+
+# A warpgroup multiplies A, 64 x 16 STEPS, by B, whose image comes from b; which: 0, or what is done wrong.
+PRODUCT = """
+extern "C" __global__ void probe(const __grid_constant__ Probe p) {{
+    extern __shared__ __align__(1024) unsigned char smem[];
+    const u32 base = smem_address(smem);
+    const int i = threadIdx.x, row = i / 32 * 16 + i % 32 / 4, t = i % 4;
+    for (int n = i; n < p.bytes / 4; n += 128) store_smem(base + 4 * n, p.b[n]);
+    if (p.which != 1) fence();
+    __syncthreads();
+    float d[{registers}];
+    for (int n = 0; n < {registers}; ++n) d[n] = 100.0f + n;
+    u32 a[{steps}][4];
+    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+    for (int k = 0; k < {steps}; ++k) {{
+        for (int r = 0; r < 4; ++r) a[k][r] = p.a[(row + r % 2 * 8) * {steps} * 8 + 8 * k + r / 2 * 4 + t];
+        const u64 b = {descriptor}ull + ((base + k * {step_bytes}) >> 4) + (p.which == 2 && i == 77);
+        asm volatile("wgmma.mma_async.sync.aligned.m64n{columns}k16.f32.{dtype}.{dtype} {{{d_list}}}, {{{a_list}}}, {b_place}, {adds_place}, "
+                     "1, 1, {transposed};" : {d_operands} : {a_operands}, "l"(b), "r"(k > 0));
+        if (k == 0) commit();
+    }}
+    commit();
+    if (p.which == 3) d[5] += 1.0f;
+    if (p.which == 4) a[1][2] += 1;
+    if (p.which == 5) {{ p.output[i] = d[0]; return; }}
+    wait_products<1>();
+    if (p.which == 6) for (int n = 0; n < {registers}; ++n) p.output[i * {registers} + n] = d[n];
+    wait_products<0>();
+    if (p.which == 6) return;
+    if (p.which == 7 && i == 0) store_smem(base, 0u);
+    for (int n = 0; n < {registers}; ++n) p.output[i * {registers} + n] = d[n];
+}}
+"""
+
+# Warp 0 copies 8 tiles of 32 numbers through a ring of two stages, warp 1 adds each lane's numbers up.
+RING = """
+__device__ void arrive(u32 barrier) { asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory"); }
+__device__ void wait(u32 barrier, u32 parity) {
+    u32 done = 0;
+    while (!done)
+        asm volatile("{.reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}"
+                     : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
+}
+__device__ void init(u32 barrier, int count) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
+}
+
+extern "C" __global__ void probe(const __grid_constant__ Probe p) {
+    extern __shared__ __align__(1024) unsigned char smem[];
+    const u32 base = smem_address(smem), full = base + 1024, empty = base + 1056;
+    const int lane = threadIdx.x % 32, which = p.which;
+    if (threadIdx.x == 0)
+        for (int stage = 0; stage < 2; ++stage) init(full + 8 * stage, 64), init(empty + 8 * stage, which == 1 ? 2 : 1);
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    if (which != 2) __syncthreads();
+    float sum = 0.0f;
+    if (threadIdx.x < 32) {
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(40));
+        for (int tile = 0; tile < 8; ++tile) {
+            const int stage = tile % 2;
+            if (which != 3) wait(empty + 8 * stage, ~(tile / 2) & 1);
+            copy_or_zero<4>(base + 128 * stage + 4 * lane, p.a + 32 * tile + lane, true);
+            copies_commit();
+            asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(full + 8 * stage) : "memory");
+            arrive(full + 8 * stage + (which == 4 ? 64 : 0));
+        }
+    } else {
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(80));
+        for (int tile = 0; tile < 8; ++tile) {
+            const int stage = tile % 2;
+            if (which != 5) wait(full + 8 * stage, tile / 2 & 1);
+            sum += __uint_as_float(load_smem_4(base + 128 * stage + 4 * (lane ^ 1)));
+            if (which != 6) __syncwarp();
+            if (which == 7 ? tile < 4 && lane == 0 : lane == 0) arrive(empty + 8 * stage);
+        }
+    }
+    if (which == 8) asm volatile("barrier.sync %0, %1;" ::"r"(3), "r"(threadIdx.x < 32 ? 64 : 32) : "memory");
+    if (which == 9) asm volatile("bar.sync %0, %1;" ::"r"(16), "n"(64) : "memory");
+    if (which == 10) {  // each warp has a barrier of its own
+        store_smem(base + 512 + 4 * threadIdx.x, threadIdx.x);
+        asm volatile("barrier.sync %0, %1;" ::"r"(1 + threadIdx.x / 32), "n"(32) : "memory");
+        sum = load_smem_4(base + 512 + 4 * (threadIdx.x ^ 1));
+    }
+    if (which == 11) {  // and what it orders is within the warp
+        store_smem(base + 512 + 4 * threadIdx.x, threadIdx.x);
+        asm volatile("bar.sync %0, %1;" ::"r"(1 + threadIdx.x / 32), "n"(32) : "memory");
+        sum = load_smem_4(base + 512 + 4 * (threadIdx.x ^ 32));
+    }
+    p.output[threadIdx.x] = sum;
+}
+"""
+
+
+@pytest.fixture(scope="module")
+def emulator(tmp_path_factory):
+    made = emulate.Emulator(tmp_path_factory.mktemp("sm90"))
+    yield made
+    made.close()
+
+
+def run(emulator, library, which: int, threads: int, a: np.ndarray, b: np.ndarray, outputs: int) -> np.ndarray:
+    result = np.full(outputs, np.nan, np.float32)
+    memory = {name: Guarded(arrays.view(x, name), "end") for name, x in (("a", a), ("b", b))}
+    memory["output"] = Guarded(arrays.view(result, "output"), "end", writable=True)
+    params = np.zeros(1, PARAMS)
+    params[0] = which, b.nbytes, *(memory[name].view.pointer for name in ("a", "b", "output"))
+    emulator.execute(library, params, 1, threads, SHARED, memory)
+    memory["output"].write_back()
+    return result
+
+
+# ---- products -----------------------------------------------------------------------------------------------------------
+
+
+class Product:
+    """B has `width` columns a block of shared memory, and lies with a row for each of its columns, or (transposed) for each of its rows."""
+
+    def __init__(self, columns: int = 64, dtype: str = "bf16", transposed: bool = False, width: int = 64):
+        self.columns, self.dtype, self.transposed, self.width = columns, dtype, transposed, width
+        self.steps = 3 if transposed else width // 16
+        numbers, rng = np.dtype(ml_dtypes.bfloat16 if dtype == "bf16" else np.float16), np.random.default_rng(columns)
+        self.a = rng.standard_normal((64, 16 * self.steps)).astype(numbers)
+        self.b = rng.standard_normal((16 * self.steps, columns)).astype(numbers)
+
+    def image(self) -> np.ndarray:
+        """B in shared memory: the 16-byte pieces of a row change places by the row's number."""
+        rows = self.b if self.transposed else self.b.T
+        blocks = rows.reshape(len(rows), -1, self.width).transpose(1, 0, 2)
+        pieces = blocks.reshape(len(blocks), len(rows), self.width // 8, 8)
+        swizzle = np.arange(len(rows)) & 7 if self.width == 64 else np.arange(len(rows)) >> 1 & 3
+        turned = np.empty_like(pieces)
+        for row, change in enumerate(swizzle):
+            turned[:, row, np.arange(self.width // 8) ^ change] = pieces[:, row]
+        return np.ascontiguousarray(turned).view(np.uint32).ravel()
+
+    def text(self) -> str:
+        registers, row_bytes = self.columns // 2, 2 * self.width
+        block_bytes = row_bytes * (16 * self.steps if self.transposed else self.columns)
+        numbered = [f"%{n}" for n in range(registers + 6)]
+        return HEAD + PRODUCT.format(
+            registers=registers, steps=self.steps, columns=self.columns, dtype=self.dtype, transposed=int(self.transposed),
+            descriptor=(1 if self.width == 64 else 2) << 62 | 8 * row_bytes >> 4 << 32 | block_bytes >> 4 << 16,
+            step_bytes=16 * row_bytes if self.transposed else 32, d_list=", ".join(numbered[:registers]),
+            a_list=", ".join(numbered[registers : registers + 4]), b_place=numbered[-2], adds_place=numbered[-1],
+            d_operands=", ".join(f'"+f"(d[{n}])' for n in range(registers)), a_operands=", ".join(f'"r"(a[k][{n}])' for n in range(4)),
+        )  # fmt: skip
+
+    def compile(self, emulator):
+        return emulator.compile(jit.assemble(jit.Source("include/ptx.cuh", self.text(), "probe")), "probe", "Probe", 900)
+
+    def run(self, emulator, library, which: int = 0) -> np.ndarray:
+        found = run(emulator, library, which, 128, self.a.view(np.uint32).ravel(), self.image(), 64 * self.columns)
+        # Thread, then group of 8 columns, row of two, column of two.
+        by_thread = found.reshape(4, 8, 4, -1, 2, 2)
+        return by_thread.transpose(0, 4, 1, 3, 2, 5).reshape(64, self.columns)
+
+
+@pytest.mark.parametrize("width", [64, 32])
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("columns, dtype", [(32, "bf16"), (64, "f16"), (128, "bf16"), (128, "f16")])
+def test_products_of_a_warpgroup(emulator, columns, dtype, transposed, width):
+    if transposed and columns < width:
+        pytest.skip("a block is wider than the matrix")
+    product = Product(columns, dtype, transposed, width)
+    want = product.a.astype(np.float64) @ product.b.astype(np.float64)
+    np.testing.assert_allclose(product.run(emulator, product.compile(emulator)), want, atol=1e-5)
+
+
+FAULTS = {
+    1: r"wgmma reads shared memory at \d+, thread \d+ wrote it, no fence.proxy.async in between",
+    2: r"thread 77: wgmma.mma_async: the threads of its warpgroup do not agree on the descriptor",
+    3: r"registers of D have changed while wgmma.mma_async was under way, in thread \d+",
+    4: r"registers of A have changed while wgmma.mma_async was under way, in thread \d+",
+    5: r"it leaves the kernel while wgmma.mma_async is under way",
+    7: r"race: (st.shared writes shared memory at 0, thread \d+ read it|wgmma reads shared memory at 0, thread 0 wrote it)",
+}
+
+
+@pytest.mark.parametrize("which", FAULTS)
+def test_faults_of_products_are_found(emulator, which):
+    product = Product()
+    library = product.compile(emulator)
+    with pytest.raises(emulate.EmulationError, match=FAULTS[which]):
+        product.run(emulator, library, which)
+    product.run(emulator, library)
+
+
+def test_sums_are_nan_until_all_that_add_to_them_are_waited_for(emulator):
+    product = Product()
+    assert np.isnan(product.run(emulator, product.compile(emulator), 6)).all()
+
+
+# ---- barriers in shared memory ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def ring(emulator):
+    library = emulator.compile(jit.assemble(jit.Source("include/ptx.cuh", HEAD + RING, "probe")), "probe", "Probe", 900)
+    numbers = np.random.default_rng(0).standard_normal(256).astype(np.float32)
+
+    def tried(which: int) -> np.ndarray:
+        return run(emulator, library, which, 64, numbers.view(np.uint32), numbers.view(np.uint32), 64)
+
+    tried.want = numbers.reshape(8, 32).sum(axis=0)[np.arange(32) ^ 1]
+    return tried
+
+
+def test_a_ring_of_stages(ring):
+    np.testing.assert_allclose(ring(0)[32:], ring.want, rtol=1e-5)
+    assert ring(10).tolist() == [i ^ 1 for i in range(64)]
+
+
+RING_FAULTS = {
+    1: r"deadlock: it waits at mbarrier.try_wait",
+    2: r"race: mbarrier.\w+ reads shared memory at 10\d\d, thread 0 wrote it|there is no mbarrier at 10\d\d",
+    3: r"race: cp.async writes shared memory at \d+, thread \d+ read it|deadlock",
+    4: r"mbarrier.arrive: there is no mbarrier at 1088",
+    5: r"ld.shared reads shared memory at \d+, (where thread \d+ copies to|thread \d+ wrote it)|race: (ld.shared reads|cp.async writes)",
+    6: r"race: cp.async writes shared memory at \d+, thread \d+ read it",
+    7: r"deadlock: it waits at mbarrier.try_wait",
+    8: r"barrier.sync 3, \d+: others came to it as one of \d+ threads",
+    9: r"bar.sync 16, 64: there are barriers 0 to 15, of whole warps of the block's 64 threads",
+    11: r"race: (ld.shared reads|st.shared writes) shared memory at \d+, thread \d+ (wrote|read) it",
+}
+
+
+@pytest.mark.parametrize("which", RING_FAULTS)
+def test_faults_of_a_ring_are_found(ring, which):
+    with pytest.raises(emulate.EmulationError, match=RING_FAULTS[which]):
+        ring(which)
+    np.testing.assert_allclose(ring(0)[32:], ring.want, rtol=1e-5)
