@@ -26,7 +26,7 @@ inline void commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memo
 template <int GROUPS> void wait_products() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(GROUPS) : "memory"); }
 """
 
-# A warpgroup multiplies A, 64 x 16 STEPS, by B, whose image comes from b; which: 0, or what is done wrong.
+# A warpgroup multiplies A, 64 x 16 STEPS, by B, whose image comes from b, with that of A behind it; which: 0, or what is done wrong.
 PRODUCT = """
 extern "C" __global__ void probe(const __grid_constant__ Probe p) {{
     extern __shared__ __align__(1024) unsigned char smem[];
@@ -42,8 +42,9 @@ extern "C" __global__ void probe(const __grid_constant__ Probe p) {{
     for (int k = 0; k < {steps}; ++k) {{
         for (int r = 0; r < 4; ++r) a[k][r] = p.a[(row + r % 2 * 8) * {steps} * 8 + 8 * k + r / 2 * 4 + t];
         const u64 b = {descriptor}ull + ((base + k * {step_bytes}) >> 4) + (p.which == 2 && i == 77);
-        asm volatile("wgmma.mma_async.sync.aligned.m64n{columns}k16.f32.{dtype}.{dtype} {{{d_list}}}, {{{a_list}}}, {b_place}, {adds_place}, "
-                     "1, 1, {transposed};" : {d_operands} : {a_operands}, "l"(b), "r"(k > 0));
+        const u64 from = {a_descriptor}ull + ((base + {a_place} + k * 32) >> 4);
+        asm volatile("wgmma.mma_async.sync.aligned.m64n{columns}k16.f32.{dtype}.{dtype} {operand_list}, 1, 1, {transposed};"
+                     : {d_operands} : {a_operands}, "l"(b), "r"(k > 0));
         if (k == 0) commit();
     }}
     commit();
@@ -142,18 +143,21 @@ def run(emulator, library, which: int, threads: int, a: np.ndarray, b: np.ndarra
 class Product:
     """B has `width` columns a block of shared memory, and lies with a row for each of its columns, or (transposed) for each of its rows."""
 
-    def __init__(self, columns: int = 64, dtype: str = "bf16", transposed: bool = False, width: int = 64):
-        self.columns, self.dtype, self.transposed, self.width = columns, dtype, transposed, width
-        self.steps = 3 if transposed else width // 16
+    def __init__(self, columns: int = 64, dtype: str = "bf16", transposed: bool = False, width: int = 64, of_memory: bool = False):
+        self.columns, self.dtype, self.transposed, self.width, self.of_memory = columns, dtype, transposed, width, of_memory
+        self.steps = 3 if transposed and not of_memory else width // 16
         numbers, rng = np.dtype(ml_dtypes.bfloat16 if dtype == "bf16" else np.float16), np.random.default_rng(columns)
         self.a = rng.standard_normal((64, 16 * self.steps)).astype(numbers)
         self.b = rng.standard_normal((16 * self.steps, columns)).astype(numbers)
 
     def image(self) -> np.ndarray:
-        """B in shared memory: the 16-byte pieces of a row change places by the row's number."""
-        rows = self.b if self.transposed else self.b.T
-        blocks = rows.reshape(len(rows), -1, self.width).transpose(1, 0, 2)
-        pieces = blocks.reshape(len(blocks), len(rows), self.width // 8, 8)
+        """What is in shared memory."""
+        b = self.tile(self.b if self.transposed else self.b.T)
+        return np.concatenate([b, self.tile(self.a)]) if self.of_memory else b
+
+    def tile(self, rows: np.ndarray) -> np.ndarray:
+        """Blocks of columns, in whose rows the 16-byte pieces change places by the row's number."""
+        pieces = rows.reshape(len(rows), -1, self.width // 8, 8).transpose(1, 0, 2, 3)
         swizzle = np.arange(len(rows)) & 7 if self.width == 64 else np.arange(len(rows)) >> 1 & 3
         turned = np.empty_like(pieces)
         for row, change in enumerate(swizzle):
@@ -162,14 +166,17 @@ class Product:
 
     def text(self) -> str:
         registers, row_bytes = self.columns // 2, 2 * self.width
+        common = (1 if self.width == 64 else 2) << 62 | 8 * row_bytes >> 4 << 32
         block_bytes = row_bytes * (16 * self.steps if self.transposed else self.columns)
-        numbered = [f"%{n}" for n in range(registers + 6)]
+        a = ['"l"(from)'] if self.of_memory else [f'"r"(a[k][{n}])' for n in range(4)]
+        d = ", ".join(f"%{n}" for n in range(registers))
+        a_list, (b, adds) = [f"%{registers + n}" for n in range(len(a))], (f"%{registers + len(a) + n}" for n in range(2))
         return HEAD + PRODUCT.format(
-            registers=registers, steps=self.steps, columns=self.columns, dtype=self.dtype, transposed=int(self.transposed),
-            descriptor=(1 if self.width == 64 else 2) << 62 | 8 * row_bytes >> 4 << 32 | block_bytes >> 4 << 16,
-            step_bytes=16 * row_bytes if self.transposed else 32, d_list=", ".join(numbered[:registers]),
-            a_list=", ".join(numbered[registers : registers + 4]), b_place=numbered[-2], adds_place=numbered[-1],
-            d_operands=", ".join(f'"+f"(d[{n}])' for n in range(registers)), a_operands=", ".join(f'"r"(a[k][{n}])' for n in range(4)),
+            registers=registers, steps=self.steps, columns=self.columns, dtype=self.dtype, descriptor=common | block_bytes >> 4 << 16,
+            a_descriptor=common, a_place=self.b.nbytes, step_bytes=16 * row_bytes if self.transposed else 32,
+            operand_list=f"{{{d}}}, {a_list[0] if self.of_memory else '{' + ', '.join(a_list) + '}'}, {b}, {adds}",
+            transposed=f"{'0, ' if self.of_memory else ''}{int(self.transposed)}",
+            d_operands=", ".join(f'"+f"(d[{n}])' for n in range(registers)), a_operands=", ".join(a),
         )  # fmt: skip
 
     def compile(self, emulator):
@@ -184,11 +191,13 @@ class Product:
 
 @pytest.mark.parametrize("width", [64, 32])
 @pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize("columns, dtype", [(32, "bf16"), (64, "f16"), (128, "bf16"), (128, "f16")])
-def test_products_of_a_warpgroup(emulator, columns, dtype, transposed, width):
+@pytest.mark.parametrize(
+    "columns, dtype, of_memory", [(32, "bf16", False), (64, "f16", False), (64, "bf16", True), (128, "bf16", False), (128, "f16", True)],
+)
+def test_products_of_a_warpgroup(emulator, columns, dtype, of_memory, transposed, width):
     if transposed and columns < width:
         pytest.skip("a block is wider than the matrix")
-    product = Product(columns, dtype, transposed, width)
+    product = Product(columns, dtype, transposed, width, of_memory)
     want = product.a.astype(np.float64) @ product.b.astype(np.float64)
     np.testing.assert_allclose(product.run(emulator, product.compile(emulator)), want, atol=1e-5)
 

@@ -170,12 +170,12 @@ inline void wgmma_fence_sync_aligned() {}
 void wgmma_commit_group_sync_aligned();
 void wgmma_wait_group_sync_aligned(int left);
 
-// What stands in a wgmma.mma_async with A in registers: D, A, descriptor of B, whether D is added to, signs of A and B, whether B has a
-// row for each of the 16 products. Registers by their places: they are read and written later.
+// What stands in a wgmma.mma_async: D, A in registers or its descriptor, descriptor of B, whether D is added to, signs of A and B, whether
+// A (if it has a descriptor) and B have a row for each of the 16 products. Registers by their places: they are read and written later.
 struct Wgmma {
     float* d[128];
     const b32* a[4];
-    unsigned long long rest[5];
+    unsigned long long rest[7];
     int d_count = 0, a_count = 0, rest_count = 0;
 
     void add(float& x) { d[d_count++] = &x; }
@@ -187,7 +187,7 @@ struct Wgmma {
 void begin_wgmma(const Wgmma& operands, int columns, bool bfloat);
 
 template <int COLUMNS, bool BFLOAT, class... Operands> void wgmma(Operands&&... operands) {
-    static_assert(sizeof...(operands) == COLUMNS / 2 + 9, "D, A, the descriptor and four numbers");
+    static_assert(sizeof...(operands) == COLUMNS / 2 + 9 || sizeof...(operands) == COLUMNS / 2 + 7, "");
     Wgmma all;
     (all.add(static_cast<Operands&&>(operands)), ...);
     begin_wgmma(all, COLUMNS, BFLOAT);

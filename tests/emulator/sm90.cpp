@@ -46,18 +46,18 @@ struct Sums {  // of one D, which some products that are under way add to
     int products;
 };
 
-struct Kind {  // what all threads of a warpgroup must agree on
-    unsigned long long descriptor;
+struct Kind {                  // what all threads of a warpgroup must agree on
+    unsigned long long a, b;  // descriptors; a: 0 if A is in registers
     int columns;
     bool bfloat, adds, transposed;
     bool operator==(const Kind& k) const {
-        return descriptor == k.descriptor && columns == k.columns && bfloat == k.bfloat && adds == k.adds && transposed == k.transposed;
+        return a == k.a && b == k.b && columns == k.columns && bfloat == k.bfloat && adds == k.adds && transposed == k.transposed;
     }
 };
 
 struct Product {
     Kind kind;
-    const unsigned* a_at[4];
+    const unsigned* a_at[4];  // null if A is in shared memory
     unsigned a[4];
     float* d;  // names the sums
 };
@@ -83,14 +83,14 @@ void reset_sm90() {
     for (auto& kinds : begun) kinds.clear();
 }
 
-// Where B's element (k, n) lies: rows of 128 or 64 bytes, in groups of 8, of which 16-byte pieces are exchanged.
-static unsigned place(const Kind& kind, int k, int n) {
-    const auto bytes = [&kind](int shift) { return unsigned(kind.descriptor >> shift & 0x3fff) << 4; };
-    const unsigned mode = kind.descriptor >> 62, row_bytes = mode == 1 ? 128 : 64, swizzled = row_bytes / 16 - 1;
+// Where element k of column n of B lies, or of row n of A: rows of 128 or 64 bytes, in groups of 8, of which 16-byte pieces are exchanged.
+static unsigned place(unsigned long long descriptor, bool transposed, int k, int n) {
+    const auto bytes = [descriptor](int shift) { return unsigned(descriptor >> shift & 0x3fff) << 4; };
+    const unsigned mode = descriptor >> 62, row_bytes = mode == 1 ? 128 : 64, swizzled = row_bytes / 16 - 1;
     const unsigned start = bytes(0), block_stride = bytes(16), group_stride = bytes(32);
     if (mode != 1 && mode != 2) fail("wgmma: a descriptor of swizzle mode %u; 1 (128 bytes) and 2 (64 bytes) are known", mode);
-    if (kind.descriptor >> 49 & 7 || start >> 7 & swizzled) fail("wgmma: the matrix at %u does not begin with a group of 8 rows", start);
-    const int row = kind.transposed ? k : n, column = kind.transposed ? n : k, per_row = row_bytes / 2;
+    if (descriptor >> 49 & 7 || start >> 7 & swizzled) fail("wgmma: the matrix at %u does not begin with a group of 8 rows", start);
+    const int row = transposed ? k : n, column = transposed ? n : k, per_row = row_bytes / 2;
     const unsigned at = start + column / per_row * block_stride + row / 8 * group_stride + row % 8 * row_bytes + column % per_row * 2;
     return at ^ (at >> 7 & swizzled) << 4;
 }
@@ -103,18 +103,21 @@ static void read_by_tensor_cores(unsigned address) {
         fail("wgmma reads shared memory at %u, thread %d wrote it, no fence.proxy.async in between", address, w.thread);
 }
 
+template <class T> static double read_number(unsigned at) {
+    if (at % 16 == 0) read_by_tensor_cores(at);
+    b16 x;
+    memcpy(&x, smem + at, 2);
+    return number<T>(x);
+}
+
 // Complete the same product of the 32 threads of the current warp; sums are exact and rounded once.
 template <class T> static void complete(const Kind& kind, int first) {
     static double A[16][16], B[16][128];
-    for (int k = 0; k < 16; ++k)
-        for (int n = 0; n < kind.columns; ++n) {
-            const unsigned at = place(kind, k, n);
-            if (at % 16 == 0) read_by_tensor_cores(at);
-            b16 x;
-            memcpy(&x, smem + at, 2);
-            B[k][n] = number<T>(x);
-        }
-    for (int lane = 0; lane < WARP; ++lane) {
+    for (int k = 0; k < 16; ++k) {
+        for (int n = 0; n < kind.columns; ++n) B[k][n] = read_number<T>(place(kind.b, kind.transposed, k, n));
+        for (int row = 0; row < 16 && kind.a; ++row) A[row][k] = read_number<T>(place(kind.a, false, k, first % WARPGROUP / 2 + row));
+    }
+    for (int lane = 0; lane < WARP && !kind.a; ++lane) {
         const Product& p = products[first + lane].all.front();
         for (int i = 0; i < 4; ++i) {
             if (*p.a_at[i] != p.a[i]) fail("registers of A have changed while wgmma.mma_async was under way, in thread %d", first + lane);
@@ -145,7 +148,8 @@ static void hand_over(int thread) {
             continue;
         }
         for (size_t i = 0; i < s.at.size(); ++i) {
-            if (bits<unsigned>(*s.at[i]) != POISON) fail("registers of D have changed while wgmma.mma_async was under way, in thread %d", thread);
+            if (bits<unsigned>(*s.at[i]) != POISON)
+                fail("registers of D have changed while wgmma.mma_async was under way, in thread %d", thread);
             *s.at[i] = s.values[i];
         }
         sums.erase(sums.begin() + n);
@@ -188,12 +192,16 @@ void fence_proxy_async_shared_cta() { memcpy(known_to_tensor_cores[current], kno
 
 void begin_wgmma(const Wgmma& operands, int columns, bool bfloat) {
     Products& own = products[current];
-    Product p = {{operands.rest[0], columns, bfloat, operands.rest[1] != 0, operands.rest[4] != 0}, {}, {}, operands.d[0]};
-    if (operands.rest[2] != 1 || operands.rest[3] != 1) fail("wgmma: only signs of 1 are known");
+    const bool of_memory = operands.a_count == 0;
+    const unsigned long long* rest = operands.rest + of_memory;  // from the descriptor of B on
+    const Kind kind = {of_memory ? operands.rest[0] : 0, rest[0], columns, bfloat, rest[1] != 0, rest[4 + of_memory] != 0};
+    if (rest[2] != 1 || rest[3] != 1 || (of_memory && rest[4] != 0))
+        fail("wgmma: only signs of 1, and A with a row of shared memory for each of its rows, are known");
     auto& kinds = begun[current / WARPGROUP];
-    if (own.begun == kinds.size()) kinds.push_back(p.kind);
-    if (!(kinds[own.begun++] == p.kind)) fail("wgmma.mma_async: the threads of its warpgroup do not agree on the descriptor or on the kind");
-    for (int i = 0; i < 4; ++i) p.a_at[i] = operands.a[i], p.a[i] = *operands.a[i];
+    if (own.begun == kinds.size()) kinds.push_back(kind);
+    if (!(kinds[own.begun++] == kind)) fail("wgmma.mma_async: the threads of its warpgroup do not agree on the descriptor or on the kind");
+    Product p = {kind, {}, {}, operands.d[0]};
+    for (int i = 0; i < operands.a_count; ++i) p.a_at[i] = operands.a[i], p.a[i] = *operands.a[i];
     Sums* sums = nullptr;
     for (Sums& s : own.sums)
         if (s.at[0] == p.d) sums = &s;
