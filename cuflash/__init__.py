@@ -16,6 +16,7 @@ _HOME = {
     "attention_backward": "api",
     "attention_varlen_backward": "api",
     "decode": "api",
+    "decode_shared_prefix": "shared_prefix",
     "plan": "api",
     "logsumexp": "api",
     "attention_weights": "api",
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
     from .explanation import explain as explain
     from .merge import merge_softmax_stats as merge_softmax_stats
     from .merge import merge_states as merge_states
+    from .shared_prefix import decode_shared_prefix as decode_shared_prefix
     from .types import CacheFullError as CacheFullError
     from .types import Gradients as Gradients
     from .types import NoBackendError as NoBackendError

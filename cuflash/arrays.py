@@ -144,6 +144,14 @@ def broadcast(a: ArrayView, shape: tuple[int, ...]) -> ArrayView:
     return _same_start(a, (np if a.kind == "numpy" else sys.modules["cupy"]).broadcast_to(a.array, shape))
 
 
+def strided(a: ArrayView, shape: tuple[int, ...], strides: tuple[int, ...]) -> ArrayView:
+    """The same memory by another shape and other strides, in bytes. The caller sees to it that it stays within the array."""
+    array = a.array
+    if array is not None:
+        array = (np if a.kind == "numpy" else sys.modules["cupy"]).lib.stride_tricks.as_strided(array, shape, strides)
+    return ArrayView(array, a.pointer, shape, strides, a.dtype, a.kind, a.device)
+
+
 def _same_start(a: ArrayView, array: Any) -> ArrayView:
     """ArrayView of ``array``, a view of ``a`` that begins at the same address."""
     return ArrayView(array, a.pointer, array.shape, array.strides, a.dtype, a.kind, a.device)

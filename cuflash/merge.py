@@ -14,8 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from . import edges
-from .types import LAYOUTS
+from . import arrays, edges, launch
+from .backends import cuda_merge
+from .types import LAYOUTS, ArrayView
 
 
 def merge_states(outs: Any, lses: Any, *, layout: str = "BSHD", out: Any = None, lse: Any = None) -> tuple[Any, Any]:
@@ -52,7 +53,8 @@ def merge_states(outs: Any, lses: Any, *, layout: str = "BSHD", out: Any = None,
     A part with LSE -inf saw no key: it contributes nothing, and its output may be uninitialised memory. If all parts of
     a row are empty, the row is 0 with LSE -inf. An LSE of +inf or NaN makes the row NaN in both results; libraries that
     write +inf for an empty row must be translated first. Attention sinks are to be counted once, after all merges.
-    Arithmetic is float32, or float64 where any input is float64.
+    Arithmetic is float32, or float64 where any input is float64. On a GPU up to 16 parts are merged by one launch on CuPy's current stream,
+    which waits for nothing and can be captured once the kernel is loaded; parts of mixed precision take several launches.
 
     The rule is that of online softmax [1]_, in the form FlashAttention uses between blocks of keys [2]_.
 
@@ -83,6 +85,10 @@ def merge_states(outs: Any, lses: Any, *, layout: str = "BSHD", out: Any = None,
     compute = np.dtype(np.float64 if any(x.dtype.itemsize >= 8 for x in [*outs, *lses]) else np.float32)
     _check_buffer(out, "out", xp, outs[0].shape, outs[0].dtype)
     _check_buffer(lse, "lse", xp, lses[0].shape, compute)
+    if xp is not np:
+        results = _in_one_launch(outs, lses, layout, out, lse, compute)
+        if results is not None:
+            return results
 
     with np.errstate(all="ignore"):  # infinities and NaN are meant
         shares, merged_lse = _shares([x.astype(compute) for x in lses], xp)
@@ -94,6 +100,38 @@ def merge_states(outs: Any, lses: Any, *, layout: str = "BSHD", out: Any = None,
         merged = merged.astype(outs[0].dtype, copy=False)
     # Every input has been read by now, so that a buffer may be one of them.
     return _deliver(merged, out), _deliver(merged_lse, lse)
+
+
+def _in_one_launch(outs: list, lses: list, layout: str, out: Any, lse: Any, compute: np.dtype) -> tuple[Any, Any] | None:
+    """The results by merge_states.cu; None for what it does not do."""
+    views, lse_views = ([arrays.view(x, f"{name}[{n}]") for n, x in enumerate(parts)] for name, parts in (("outs", outs), ("lses", lses)))
+    first = views[0]
+    for n, a in enumerate([*views, *lse_views]):
+        if a.device != first.device:
+            name = f"outs[{n}]" if n < len(views) else f"lses[{n - len(views)}]"
+            raise ValueError(f"{name}: in {arrays.where(a)}, but outs[0] is in {arrays.where(first)}; all arrays must be on one device")
+    if any(x.dtype != compute for x in lses) or cuda_merge.decline(first.dtype, first.device, len(outs), compute) is not None:
+        return None
+    results = []
+    for buffer, name, shape, dtype, same in ((out, "out", first.shape, first.dtype, views), (lse, "lse", lses[0].shape, compute, lse_views)):
+        if buffer is None or not _in_place(arrays.view(buffer, name), same, [*views, *lse_views]):
+            results.append(arrays.empty(shape, dtype, first))
+        else:
+            results.append(buffer)
+    axes = {2: ("rc", "r"), 3: ("rhc", "hr"), 4: ("brhc", "bhr")}[len(first.shape)]
+    if layout == "BHSD":
+        axes = axes[0].replace("rh", "hr"), axes[1]
+    with launch.place(first.device, None):
+        cuda_merge.run(views, lse_views, *(arrays.view(x, "out") for x in results), axes)
+        return _deliver(results[0], None if results[0] is out else out), _deliver(results[1], None if results[1] is lse else lse)
+
+
+def _in_place(buffer: ArrayView, same: list[ArrayView], inputs: list[ArrayView]) -> bool:
+    """Whether a row may be written as soon as it has been read: the buffer is an input itself, or apart from all of them."""
+    return all(
+        not arrays.overlap(buffer, a) or (any(a is x for x in same) and (a.pointer, a.strides) == (buffer.pointer, buffer.strides))
+        for a in inputs
+    )
 
 
 def _shares(lses: list, xp: Any) -> tuple[list, Any]:

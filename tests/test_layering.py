@@ -14,8 +14,9 @@ PACKAGE = Path(__file__).resolve().parent.parent / "cuflash"
 ROOMS = (
     ("__main__",),
     ("cli",),
-    ("support", "explanation", "distributed", "interop", "bench", "cache"),
-    ("api", "merge"),
+    ("support", "explanation", "distributed", "interop", "bench", "cache", "shared_prefix"),
+    ("api",),
+    ("merge",),
     ("warm_decode",),
     ("warm",),
     ("problem",),

@@ -20,6 +20,7 @@ from .base import Edge
 ANYWHERE = frozenset((
     "kv_lengths", "kv_start", "cu_seqlens_q", "cu_seqlens_k", "page_table", "alibi_slopes", "sinks", "scale", "q_scale", "k_scale",
     "v_scale", "mod_args", "m1", "l1", "m2", "l2", "softcap", "max_seqlen_q", "max_seqlen_k", "cache_batch_index",
+    "prefix_lengths",
 ))  # fmt: skip
 PLAIN = frozenset((type(None), bool, int, float, str))
 RESULTS = ("out", "lse")  # written to, but where functions differentiate
@@ -94,7 +95,7 @@ def _written(name: str, arguments: dict[str, Any]) -> tuple[str, ...]:
     """Arguments that the function writes to."""
     if name in NO_RESULTS:
         return ()
-    return RESULTS + CACHES if name == "decode" and arguments.get("k_new") is not None else RESULTS
+    return RESULTS + CACHES if name in ("decode", "decode_shared_prefix") and arguments.get("k_new") is not None else RESULTS
 
 
 class _Seen:
