@@ -1,54 +1,22 @@
 """PagedKVCache: keys and values of many sequences in one pool of fixed-size pages.
 
-``pages`` knows who holds which page, ``page_arrays`` what lies in them; here the two meet under one lock.
+``pages`` knows who holds which page, ``page_arrays`` and ``device_pages`` what lies in them; here the two meet under one lock.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
-from . import checks, options
-from .page_arrays import PageArrays
+from . import checks, edges, options, paged_batch
+from .device_pages import DevicePages
+from .page_arrays import PageArrays, check_pages
+from .paged_batch import PagedBatch
 from .pages import INT32_MAX, PageList, Sequences, per_id
-from .types import LAYOUTS, Layout
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class PagedBatch:
-    """What a call of ``decode`` or ``attention`` needs to read some sequences of a cache.
-
-    The index arrays are a snapshot: take a new one after the sequences grew, were truncated or were forked. The pages
-    are the cache's own memory.
-
-    Attributes
-    ----------
-    k_pages, v_pages : ndarray
-        As those of the cache; without the axis of layers once ``layer`` has picked one.
-    page_table : ndarray
-        (B, max_pages) int32, -1 after the last page of a sequence.
-    kv_lengths : ndarray
-        (B,) int32.
-    layout : str
-        "BSHD" or "BHSD".
-    """
-
-    k_pages: np.ndarray = field(repr=False)
-    v_pages: np.ndarray = field(repr=False)
-    page_table: np.ndarray
-    kv_lengths: np.ndarray
-    layout: Layout = "BSHD"
-
-    def layer(self, index: int) -> PagedBatch:
-        """The same sequences in one layer of a cache made with ``num_layers``."""
-        if self.k_pages.ndim != 5:
-            raise ValueError("layer: these pages have no axis of layers (the cache was made without num_layers)")
-        index = checks.integer(index, "layer", 0, len(self.k_pages) - 1)
-        return replace(self, k_pages=self.k_pages[index], v_pages=self.v_pages[index])
+from .types import HOST, LAYOUTS, Layout
 
 
 class PagedKVCache:
@@ -60,7 +28,7 @@ class PagedKVCache:
     Parameters
     ----------
     num_pages : int
-        Pages in the pool, at least 1. Host memory is touched only when a page is first written.
+        Pages in the pool, at least 1. Host memory is touched only when a page is first written; a GPU's is taken at once.
     page_size : int
         Tokens of one page, at least 1.
     heads_kv, head_dim : int
@@ -76,12 +44,18 @@ class PagedKVCache:
         (heads, tokens, size).
     max_pages_per_seq : int, optional
         No sequence may hold more pages than this; ``num_pages`` if not given.
+    device : int or str, optional
+        Where the pages live: in host memory (None, "cpu"), or on a GPU, by its number ("cuda" is CuPy's current device, "cuda:1" and 1
+        another). All arrays that come and go are then of CuPy, on that device; ids, and what ``append`` and ``reserve`` return, stay
+        on the host, where the bookkeeping is.
 
     Attributes
     ----------
     k_pages, v_pages : ndarray
         (P, page, Hkv, D) and (P, page, Hkv, Dv), or (P, Hkv, page, D) and (P, Hkv, page, Dv) with layout "BHSD"; with
         ``num_layers`` (L, P, ...), so that ``k_pages[i]`` is layer i.
+    device : int
+        Number of the GPU that the pages are on; -1 for host memory.
 
     Notes
     -----
@@ -90,6 +64,12 @@ class PagedKVCache:
     Every method holds one lock, so threads may share a cache. Reading the pages (a running ``decode``) holds none:
     do not free, truncate or write a sequence in one thread while another attends to it. Sequence ids are never used
     twice; using one after ``free`` is a ValueError.
+
+    On a GPU a method submits its work to CuPy's current stream and returns; nothing waits. The bookkeeping is ahead of the device: a page
+    that was freed may be given to another sequence at once, whose tokens are written behind all that was submitted to that stream before.
+    So calls that use the cache belong on one stream; with several, the caller orders them by events, a ``free`` behind the last
+    ``decode`` of the sequence included. None of the methods can be captured in a CUDA graph (they have numbers of the host to bring):
+    ``refresh`` is what a graph's batch is kept up to date with, outside of it.
 
     Examples
     --------
@@ -118,7 +98,7 @@ class PagedKVCache:
     def __init__(
         self, *, num_pages: int, page_size: int = 16, heads_kv: int, head_dim: int, head_dim_v: int | None = None,
         num_layers: int | None = None, dtype: Any = np.float32, layout: Layout = "BSHD",
-        max_pages_per_seq: int | None = None,
+        max_pages_per_seq: int | None = None, device: int | str | None = None,
     ) -> None:
         num_pages = checks.integer(num_pages, "num_pages", 1, INT32_MAX)
         page_size = checks.integer(page_size, "page_size", 1)
@@ -130,13 +110,15 @@ class PagedKVCache:
             raise TypeError("dtype: got None; the pages need a dtype")
         dtype = options.dtype(dtype, "dtype")
         checks.choice(layout, "layout", LAYOUTS)
+        ordinal = _ordinal(device)
+        store = PageArrays if ordinal == HOST else DevicePages
         page = (page_size, heads_kv) if layout == "BSHD" else (heads_kv, page_size)
-        k_pages, v_pages = (np.zeros((*layers, num_pages, *page, size), dtype) for size in (head_dim, head_dim_v))
-        self._init(k_pages, v_pages, PageArrays(k_pages, v_pages, layout), max_pages_per_seq)
+        k_pages, v_pages = (store.empty((*layers, num_pages, *page, size), dtype, ordinal) for size in (head_dim, head_dim_v))
+        self._init(k_pages, v_pages, store(k_pages, v_pages, layout), max_pages_per_seq)
 
     @classmethod
     def from_pages(
-        cls, k_pages: np.ndarray, v_pages: np.ndarray, *, layout: Layout = "BSHD",
+        cls, k_pages: Any, v_pages: Any, *, layout: Layout = "BSHD",
         max_pages_per_seq: int | None = None,
     ) -> PagedKVCache:
         """A cache over existing pages, without a copy; ``import_table`` or ``import_csr`` then names the sequences.
@@ -144,7 +126,7 @@ class PagedKVCache:
         Parameters
         ----------
         k_pages, v_pages : ndarray
-            Shapes as the attributes of the same names; writeable, any strides, no element in common. Where the strides
+            Of NumPy or CuPy; shapes as the attributes of the same names; writeable, any strides, no element in common. Where the strides
             are so involved that this is too hard to decide, the arrays are refused.
         layout, max_pages_per_seq
             As in the constructor.
@@ -156,17 +138,19 @@ class PagedKVCache:
         """
         checks.choice(layout, "layout", LAYOUTS)
         cache = cls.__new__(cls)
-        cache._init(k_pages, v_pages, PageArrays.over(k_pages, v_pages, layout), max_pages_per_seq)
+        store = PageArrays if check_pages(k_pages, v_pages).device == HOST else DevicePages
+        cache._init(k_pages, v_pages, store(k_pages, v_pages, layout), max_pages_per_seq)
         return cache
 
-    def _init(self, k_pages: np.ndarray, v_pages: np.ndarray, stored: PageArrays, max_pages_per_seq: int | None) -> None:
+    def _init(self, k_pages: Any, v_pages: Any, stored: PageArrays, max_pages_per_seq: int | None) -> None:
         self.k_pages, self.v_pages, self.layout, self.dtype = k_pages, v_pages, stored.layout, stored.dtype
         self.num_layers, self.num_pages, self.page_size = stored.num_layers, stored.num_pages, stored.page_size
         self.heads_kv, self.head_dim, self.head_dim_v = stored.heads_kv, stored.head_dim, stored.head_dim_v
+        self.device = stored.device
         most = self.num_pages if max_pages_per_seq is None else checks.integer(max_pages_per_seq, "max_pages_per_seq", 1)
         self.max_pages_per_seq = most
         self._stored = stored
-        self._sequences = Sequences(self.num_pages, self.page_size, most, stored.copy_page)
+        self._sequences = Sequences(self.num_pages, self.page_size, most, stored.copy_pages)
         self._lock = threading.RLock()
 
     # ---- sequences
@@ -198,9 +182,18 @@ class PagedKVCache:
             for i in self._sequences.ids(seqs, distinct=True)[0]:
                 self._sequences.remove(i)
 
+    def defragment(self) -> int:
+        """Move the pages in use to the front of the pool, so that ``k_pages[:used]`` holds all that there is; returns how many moved.
+
+        Sequences keep their ids, lengths and tokens; page tables that were taken before are out of date. Attention needs none of it, as
+        any page is as good as any other: it is for pools that are saved, sent or made smaller.
+        """
+        with self._lock:
+            return self._sequences.compact()
+
     # ---- tokens
 
-    def append(self, seqs: int | Iterable[int], k: np.ndarray, v: np.ndarray) -> int | np.ndarray:
+    def append(self, seqs: int | Iterable[int], k: Any, v: Any) -> int | np.ndarray:
         """Add n tokens to one sequence, or n tokens to each of several, in all layers.
 
         Parameters
@@ -261,7 +254,7 @@ class PagedKVCache:
             return begins[0] if single else np.array(begins, np.int32)
 
     def write(
-        self, seqs: int | Iterable[int], k: np.ndarray, v: np.ndarray, *, layer: int | None = None,
+        self, seqs: int | Iterable[int], k: Any, v: Any, *, layer: int | None = None,
         position: int | Sequence[int] | None = None,
     ) -> None:
         """Write n tokens that exist already (appended or reserved), in one layer or in all.
@@ -290,7 +283,7 @@ class PagedKVCache:
             self._sequences.own(ids, begins, [n] * len(ids), "write")
             self._write(ids, begins, k, v, layers)
 
-    def gather(self, seq: int, *, layer: int | None = None) -> tuple[np.ndarray, np.ndarray]:
+    def gather(self, seq: int, *, layer: int | None = None) -> tuple[Any, Any]:
         """A dense copy of the keys and values of one sequence.
 
         Returns
@@ -301,21 +294,76 @@ class PagedKVCache:
         """
         with self._lock:
             sequence = self._sequences[self._sequences.id(seq)]
-            return self._stored.read(np.array(sequence.pages, np.intp), sequence.length, layer)
+            return self._stored.read(sequence.pages, sequence.length, layer)
 
     # ---- what kernels read
 
-    def batch(self, seqs: int | Iterable[int] | None = None, *, max_pages: int | None = None) -> PagedBatch:
+    def batch(
+        self, seqs: int | Iterable[int] | None = None, *, max_pages: int | None = None, max_sequences: int | None = None, reserved: int = 0,
+    ) -> PagedBatch:
         """Pages, page table and lengths of some sequences (all, in order of creation, if not given), taken together.
 
-        ``max_pages`` is the number of columns of the page table; see ``page_table``.
+        Parameters
+        ----------
+        seqs : int or sequence of int, optional
+            Their ids, in the order of the rows.
+        max_pages : int, optional
+            Columns of the page table; see ``page_table``.
+        max_sequences : int, optional
+            Rows of the arrays, at least as many as ``seqs``, which come first; the others have length 0. With room for what is to come, a
+            CUDA graph is captured once over the batch, and ``refresh`` lets it follow.
+        reserved : int, default 0
+            Tokens at the end of each sequence that its length leaves out: reserved ones, which ``decode`` is to append (``k_new``).
+
+        Returns
+        -------
+        PagedBatch
         """
         with self._lock:
             ids, _ = self._sequences.ids(seqs)
-            table = self.page_table(ids, max_pages=max_pages)
-            return PagedBatch(self.k_pages, self.v_pages, table, self.kv_lengths(ids), self.layout)
+            table, lengths = self._sequences.table(ids, max_pages), self._lengths_before(ids, reserved)
+            rows = len(ids) if max_sequences is None else checks.integer(max_sequences, "max_sequences", len(ids))
+            (memory,) = self._stored.index_arrays(page_table=paged_batch.numbers(table, lengths, rows, self.page_size))
+            return PagedBatch.over(self.k_pages, self.v_pages, self.layout, memory, rows, table.shape[1])
 
-    def page_table(self, seqs: int | Iterable[int] | None = None, *, max_pages: int | None = None) -> np.ndarray:
+    def refresh(self, batch: PagedBatch, seqs: int | Iterable[int] | None = None, *, reserved: int = 0) -> None:
+        """Bring a batch up to date in place: for sequences that grew, were truncated, forked or moved, or for others than before.
+
+        Its arrays keep their addresses, so that a CUDA graph captured over them finds the new numbers when it is next launched. On a GPU
+        it is a small copy on CuPy's current stream; the graph is to be launched on the same stream, or behind it.
+
+        Parameters
+        ----------
+        batch : PagedBatch
+            One of this cache, or a ``layer`` of it. Layers share index arrays: one of them is enough.
+        seqs, reserved
+            As in ``batch``.
+
+        Raises
+        ------
+        ValueError
+            More sequences than the batch has rows, or more pages than its table has columns; nothing has changed.
+        """
+        rows, columns = batch.page_table.shape
+        with self._lock:
+            ids, _ = self._sequences.ids(seqs)
+            if len(ids) > rows:
+                raise ValueError(f"seqs: {len(ids)} sequences; the batch has {rows} rows, make it with a larger max_sequences")
+            longest = max(map(len, self._sequences.held(ids)), default=0)
+            if longest > columns:
+                raise ValueError(f"seqs: a sequence of {longest} pages; the batch's table has {columns} columns, make it with max_pages")
+            table, lengths = self._sequences.table(ids, columns), self._lengths_before(ids, reserved)
+            self._stored.refill(batch.memory, paged_batch.numbers(table, lengths, rows, self.page_size))
+
+    def _lengths_before(self, ids: list[int], reserved: int) -> list[int]:
+        """Lengths of sequences without their last ``reserved`` tokens."""
+        reserved = checks.integer(reserved, "reserved", 0)
+        lengths = self._sequences.lengths(ids)
+        if reserved > min(lengths, default=reserved):
+            raise ValueError(f"reserved: {reserved} tokens; sequence {ids[int(np.argmin(lengths))]} has {min(lengths)}")
+        return [length - reserved for length in lengths]
+
+    def page_table(self, seqs: int | Iterable[int] | None = None, *, max_pages: int | None = None) -> Any:
         """The pages of some sequences (all if not given).
 
         Returns
@@ -326,12 +374,14 @@ class PagedKVCache:
             least 1.
         """
         with self._lock:
-            return self._sequences.table(self._sequences.ids(seqs)[0], max_pages)
+            table = self._sequences.table(self._sequences.ids(seqs)[0], max_pages)
+            return self._stored.index_arrays(page_table=table)[0]
 
-    def kv_lengths(self, seqs: int | Iterable[int] | None = None) -> np.ndarray:
-        """Lengths of some sequences (all if not given): (B,) int32."""
+    def kv_lengths(self, seqs: int | Iterable[int] | None = None) -> Any:
+        """Lengths of some sequences (all if not given): (B,) int32. ``lengths`` has them as plain numbers."""
         with self._lock:
-            return np.array(self._sequences.lengths(self._sequences.ids(seqs)[0]), np.int32)
+            lengths = np.array(self._sequences.lengths(self._sequences.ids(seqs)[0]), np.int32)
+            return self._stored.index_arrays(kv_lengths=lengths)[0]
 
     @property
     def lengths(self) -> dict[int, int]:
@@ -358,12 +408,12 @@ class PagedKVCache:
         return (
             f"<PagedKVCache {len(self)} sequences, {self.num_pages - self.free_pages}/{self.num_pages} pages of "
             f"{self.page_size} tokens, {layers}heads_kv {self.heads_kv}, head_dim {self.head_dim}/{self.head_dim_v}, "
-            f"{self.dtype.name}, {self.layout}>"
+            f"{self.dtype.name}, {self.layout}{'' if self.device == HOST else f', GPU {self.device}'}>"
         )
 
     # ---- exchange of page tables with others
 
-    def export_csr(self, seqs: int | Iterable[int] | None = None) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def export_csr(self, seqs: int | Iterable[int] | None = None) -> tuple[Any, Any, Any]:
         """The page table of some sequences (all if not given) without its padding.
 
         Returns
@@ -376,7 +426,8 @@ class PagedKVCache:
             (B,) int32: tokens in the last page, 1 to page_size, or 0 for an empty sequence.
         """
         with self._lock:
-            return self._sequences.csr(self._sequences.ids(seqs)[0])
+            indptr, indices, last = self._sequences.csr(self._sequences.ids(seqs)[0])
+            return tuple(self._stored.index_arrays(indptr=indptr, indices=indices, last_page_len=last))  # type: ignore[return-value]
 
     def import_table(self, page_table: Any, lengths: Any) -> list[int]:
         """Adopt sequences whose tokens lie in the pages already.
@@ -384,7 +435,8 @@ class PagedKVCache:
         Parameters
         ----------
         page_table : array_like of int
-            (B, max_pages). Entries beyond ceil(length / page_size) are not looked at.
+            (B, max_pages). Entries beyond ceil(length / page_size) are not looked at. Arrays on the cache's GPU are read back, which
+            waits for the device.
         lengths : array_like of int
             (B,).
 
@@ -401,7 +453,8 @@ class PagedKVCache:
             in one row. Nothing has changed.
         """
         with self._lock:
-            return self._sequences.adopt_table(page_table, lengths)
+            given = {"page_table": page_table, "lengths": lengths}
+            return self._sequences.adopt_table(*(self._stored.numbers(x, name) for name, x in given.items()))
 
     def import_csr(self, indptr: Any, indices: Any, last_page_len: Any) -> list[int]:
         """Adopt sequences whose tokens lie in the pages already; arguments as ``export_csr`` returns them.
@@ -410,9 +463,25 @@ class PagedKVCache:
         pages) is a ValueError.
         """
         with self._lock:
-            return self._sequences.adopt_csr(indptr, indices, last_page_len)
+            given = {"indptr": indptr, "indices": indices, "last_page_len": last_page_len}
+            return self._sequences.adopt_csr(*(self._stored.numbers(x, name) for name, x in given.items()))
 
     # ---- inside
 
     def _write(self, ids: list[int], begins: list[int], k: np.ndarray, v: np.ndarray, layers: slice) -> None:
-        self._stored.write(self._sequences.slots(ids, begins, k.shape[2]), k, v, layers)
+        self._stored.write(self._sequences.held(ids), begins, k, v, layers)
+
+
+def _ordinal(device: Any) -> int:
+    """The number of a GPU from what a user calls it, HOST for none."""
+    if device is None or device == "cpu":
+        return HOST
+    if isinstance(device, str):
+        kind, colon, number = device.partition(":")
+        if kind != "cuda" or (colon and not number.isdecimal()):
+            raise ValueError(f"device: got {device!r}; allowed are None, 'cpu', 'cuda', 'cuda:N' and the number of a GPU")
+        device = int(number) if colon else None
+    cupy = edges.base.need_cupy()
+    if device is None:
+        return int(cupy.cuda.runtime.getDevice())
+    return checks.integer(device, "device", 0, cupy.cuda.runtime.getDeviceCount() - 1)

@@ -1,19 +1,22 @@
-"""The memory of a paged cache on the host: tokens in and out of pages, whatever the layout and with or without layers."""
+"""The memory of a paged cache: tokens in and out of pages, whatever the layout and with or without layers. Here that on the host."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from . import arrays, checks
-from .types import Layout
+from .types import HOST, ArrayView, Layout
 
 
 class PageArrays:
     """Keys and values of all pages: (P, page, Hkv, D) or (P, Hkv, page, D), or with an axis of layers in front."""
 
-    def __init__(self, k_pages: np.ndarray, v_pages: np.ndarray, layout: Layout) -> None:
+    kind, device = "numpy", HOST
+
+    def __init__(self, k_pages: Any, v_pages: Any, layout: Layout) -> None:
         self.layout, self.dtype = layout, k_pages.dtype
         self.num_layers = len(k_pages) if k_pages.ndim == 5 else None
         # Views (L, P, page, Hkv, D) of the same memory: the only form that the rest of the class works on.
@@ -21,25 +24,14 @@ class PageArrays:
         self.num_pages, self.page_size, self.heads_kv, self.head_dim = self._k.shape[1:]
         self.head_dim_v = self._v.shape[-1]
 
-    @classmethod
-    def over(cls, k_pages: Any, v_pages: Any, layout: Layout) -> PageArrays:
-        """Check pages of a user's making."""
-        k, v = checks.same_place_and_dtype(k_pages=k_pages, v_pages=v_pages).values()
-        if len(k.shape) not in (4, 5) or 0 in k.shape:
-            raise ValueError(f"k_pages: shape {k.shape}; it must have 4 axes, 5 with layers, and none of size 0")
-        if v.shape[:-1] != k.shape[:-1] or v.shape[-1] == 0:
-            raise ValueError(f"v_pages: shape {v.shape}; it must be that of k_pages, {k.shape}, but for the last axis")
-        for name, pages in (("k_pages", k), ("v_pages", v)):
-            if pages.kind != "numpy":
-                raise TypeError(f"{name}: in {arrays.where(pages)}; the pages of a cache must be in host memory (NumPy)")
-            checks.writeable(pages, name)
-        if arrays.overlap(k, v):
-            raise ValueError("v_pages: overlaps k_pages in memory, or their strides are too involved to rule it out")
-        return cls(k.array, v.array, layout)
+    @staticmethod
+    def empty(shape: tuple[int, ...], dtype: np.dtype, device: int) -> Any:
+        """New pages, all 0."""
+        return np.zeros(shape, dtype)
 
-    def _canonical(self, x: np.ndarray) -> np.ndarray:
+    def _canonical(self, x: Any) -> Any:
         """(..., tokens, heads, size) from the user's axis order, and the way back."""
-        return x if self.layout == "BSHD" else np.swapaxes(x, -3, -2)
+        return x if self.layout == "BSHD" else x.swapaxes(-3, -2)
 
     def layers(self, layer: int | None) -> tuple[slice, bool]:
         """Which layers are meant, and whether tokens come and go with an axis for them."""
@@ -50,14 +42,13 @@ class PageArrays:
         layer = checks.integer(layer, "layer", 0, self.num_layers - 1)
         return slice(layer, layer + 1), False
 
-    def tokens(self, k: Any, v: Any, batch: int | None, layered: bool) -> tuple[np.ndarray, np.ndarray, int]:
+    def tokens(self, k: Any, v: Any, batch: int | None, layered: bool) -> tuple[Any, Any, int]:
         """Check tokens to be stored; returns them as (layers, B, n, Hkv, D), and n. ``batch`` is None for a bare id."""
         lead: tuple = (*((self.num_layers,) if layered else ()), *(() if batch is None else (batch,)))
         checked = []
         for name, x, size in (("k", k, self.head_dim), ("v", v, self.head_dim_v)):
             a = arrays.view(x, name)
-            if a.kind != "numpy":
-                raise TypeError(f"{name}: in {arrays.where(a)}; the cache is in host memory (NumPy)")
+            self._here(a, name)
             checks.dtype(a, name, self.dtype)
             axes = (*lead, "n", self.heads_kv, size) if self.layout == "BSHD" else (*lead, self.heads_kv, "n", size)
             if len(a.shape) != len(axes) or any(want not in ("n", came) for want, came in zip(axes, a.shape, strict=True)):
@@ -70,22 +61,61 @@ class PageArrays:
             raise ValueError(f"v: {v.shape[2]} tokens; they must be as many as those of k, {k.shape[2]}")
         return k, v, k.shape[2]
 
-    def write(self, slots: tuple[np.ndarray, np.ndarray], k: np.ndarray, v: np.ndarray, layers: slice) -> None:
-        """Store tokens (layers, B, n, Hkv, D) at the (page, row) of each."""
+    def _here(self, a: ArrayView, name: str) -> None:
+        """Tokens must lie where the pages do."""
+        if (a.kind, a.device) != (self.kind, self.device):
+            where = "host memory (NumPy)" if self.device == HOST else f"{self.kind}, GPU {self.device}"
+            error = TypeError if a.kind != self.kind else ValueError
+            raise error(f"{name}: in {arrays.where(a)}; the cache is in {where}")
+
+    def write(self, held: list[Sequence[int]], begins: list[int], k: Any, v: Any, layers: slice) -> None:
+        """Store tokens (layers, B, n, Hkv, D) from position ``begins[b]`` of the sequence on that holds the pages ``held[b]``."""
+        size, n = self.page_size, k.shape[2]
+        # Plain lists: for the usual n of 1, an array operation for each sequence would cost ten times as much.
+        pages = [[p[j // size] for j in range(begin, begin + n)] for p, begin in zip(held, begins, strict=True)]
+        rows = [[j % size for j in range(begin, begin + n)] for begin in begins]
+        slots = tuple(np.array(x, np.intp).reshape(len(held), n) for x in (pages, rows))
         # k and v may be views of these pages: NumPy copies a source that overlaps its target.
         self._k[layers][:, *slots] = k
         self._v[layers][:, *slots] = v
 
-    def read(self, pages: np.ndarray, length: int, layer: int | None) -> tuple[np.ndarray, np.ndarray]:
+    def read(self, pages: Sequence[int], length: int, layer: int | None) -> tuple[Any, Any]:
         """A copy of the first tokens that lie in some pages, in the user's axis order."""
         layers, layered = self.layers(layer)
         copies = []
         for stored in (self._k, self._v):
-            part = stored[layers][:, pages]
+            part = stored[layers][:, np.array(pages, np.intp)]
             part = self._canonical(part.reshape(len(part), -1, *part.shape[-2:])[:, :length])
             copies.append(np.ascontiguousarray(part if layered else part[0]))
         return copies[0], copies[1]
 
-    def copy_page(self, old: int, new: int) -> None:
+    def copy_pages(self, old: list[int], new: list[int]) -> None:
+        """Copy pages in all layers; none is in both lists."""
         for stored in (self._k, self._v):
             stored[:, new] = stored[:, old]
+
+    def index_arrays(self, **values: np.ndarray) -> list[Any]:
+        """Index arrays as the user gets them: where the pages are."""
+        return list(values.values())
+
+    def refill(self, memory: Any, values: np.ndarray) -> None:
+        """New numbers into an index array that `index_arrays` returned."""
+        memory[...] = values
+
+    def numbers(self, value: Any, name: str) -> Any:
+        """An index array of the user's as something that lies on the host."""
+        return value
+
+
+def check_pages(k_pages: Any, v_pages: Any) -> ArrayView:
+    """Check pages of a user's making; returns the view of the first."""
+    k, v = checks.same_place_and_dtype(k_pages=k_pages, v_pages=v_pages).values()
+    if len(k.shape) not in (4, 5) or 0 in k.shape:
+        raise ValueError(f"k_pages: shape {k.shape}; it must have 4 axes, 5 with layers, and none of size 0")
+    if v.shape[:-1] != k.shape[:-1] or v.shape[-1] == 0:
+        raise ValueError(f"v_pages: shape {v.shape}; it must be that of k_pages, {k.shape}, but for the last axis")
+    for name, pages in (("k_pages", k), ("v_pages", v)):
+        checks.writeable(pages, name)
+    if arrays.overlap(k, v):
+        raise ValueError("v_pages: overlaps k_pages in memory, or their strides are too involved to rule it out")
+    return k

@@ -17,6 +17,8 @@ import numpy as np
 from . import arrays, checks
 from .types import CacheFullError
 
+CopyPages = Callable[[list[int], list[int]], None]  # (from, to): no page that is written is read
+
 NO_PAGE = -1  # fills the unused end of a page table row
 INT32_MAX = 2**31 - 1  # tables and lengths leave the cache as int32
 
@@ -32,6 +34,10 @@ class PagePool:
         pages = [self.free.pop() for _ in range(n)]
         self.share(pages)
         return pages
+
+    def next(self, n: int) -> list[int]:
+        """The pages that will be taken next."""
+        return self.free[: -n - 1 : -1]
 
     def share(self, pages: Iterable[int]) -> None:
         for page in pages:
@@ -60,11 +66,11 @@ class PageList:
 class Sequences:
     """The sequences of a cache by id. Ids count up and are never used twice."""
 
-    def __init__(self, num_pages: int, page_size: int, max_pages_per_seq: int, copy_page: Callable[[int, int], None]) -> None:
+    def __init__(self, num_pages: int, page_size: int, max_pages_per_seq: int, copy_pages: CopyPages) -> None:
         self.pool = PagePool(num_pages)
         self.num_pages, self.page_size, self.max_pages_per_seq = num_pages, page_size, max_pages_per_seq
         self.capacity = min(max_pages_per_seq * page_size, INT32_MAX)
-        self._copy_page = copy_page  # (from, to)
+        self._copy_pages = copy_pages
         self._lists: dict[int, PageList] = {}
         self._next_id = 0
 
@@ -161,15 +167,37 @@ class Sequences:
                 f"{what} wants {wanted} pages ({copies} of them copies of shared pages), "
                 f"{len(pool.free)} of {self.num_pages} are free; nothing was changed"
             )
+        left = {page: pool.holders[page] for page in touched}
+        moved = []
         for pages, j in shared:
+            if left[pages[j]] > 1:
+                left[pages[j]] -= 1
+                moved.append((pages, j))
+        if moved:  # before anything is changed: it may fail
+            self._copy_pages([pages[j] for pages, j in moved], pool.next(len(moved)))
+        for pages, j in moved:
             old = pages[j]
-            if pool.holders[old] > 1:
-                (new,) = pool.take(1)
-                self._copy_page(old, new)
-                pages[j] = new
-                pool.release((old,))
+            (pages[j],) = pool.take(1)
+            pool.release((old,))
         for (pages, _, _), n in zip(spans, missing, strict=True):
             pages.extend(pool.take(n))
+
+    def compact(self) -> int:
+        """Move pages that are held to the front of the pool; returns how many moved."""
+        pool = self.pool
+        used = self.num_pages - len(pool.free)
+        old = [page for page in range(used, self.num_pages) if pool.holders[page]]
+        if not old:
+            return 0
+        new = [page for page in range(used) if not pool.holders[page]]
+        self._copy_pages(old, new)
+        place = dict(zip(old, new, strict=True))
+        for sequence in self._lists.values():
+            sequence.pages = array("i", (place.get(page, page) for page in sequence.pages))
+        for page, to in place.items():
+            pool.holders[to], pool.holders[page] = pool.holders[page], 0
+        pool.free = list(range(self.num_pages - 1, used - 1, -1))
+        return len(old)
 
     def written(self, ids: list[int], n: int, position: Any) -> list[int]:
         """First position of n tokens that are written to each sequence, by default its last n."""
@@ -182,18 +210,14 @@ class Sequences:
                 )
         return begins
 
-    def slots(self, ids: list[int], begins: list[int], n: int) -> tuple[np.ndarray, np.ndarray]:
-        """Page and row of each of n tokens: (B, n) each."""
-        size, held = self.page_size, [self._lists[i].pages for i in ids]
-        # Plain lists: for the usual n of 1, an array operation for each sequence would cost ten times as much.
-        pages = [[p[j // size] for j in range(begin, begin + n)] for p, begin in zip(held, begins, strict=True)]
-        rows = [[j % size for j in range(begin, begin + n)] for begin in begins]
-        return np.array(pages, np.intp).reshape(len(ids), n), np.array(rows, np.intp).reshape(len(ids), n)
+    def held(self, ids: list[int]) -> list[array]:
+        """The pages of each sequence."""
+        return [self._lists[i].pages for i in ids]
 
     # ---- tables
 
     def table(self, ids: list[int], max_pages: int | None) -> np.ndarray:
-        lists = [self._lists[i].pages for i in ids]
+        lists = self.held(ids)
         longest = max([1, *map(len, lists)])
         width = longest if max_pages is None else checks.integer(max_pages, "max_pages", longest)
         table = np.full((len(ids), width), NO_PAGE, np.int32)
@@ -202,7 +226,7 @@ class Sequences:
         return table
 
     def csr(self, ids: list[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        lists = [self._lists[i].pages for i in ids]
+        lists = self.held(ids)
         indptr = np.array([0, *itertools.accumulate(map(len, lists))], np.int32)
         indices = np.fromiter(itertools.chain.from_iterable(lists), np.int32)
         last = [length - max(len(pages) - 1, 0) * self.page_size for length, pages in zip(self.lengths(ids), lists, strict=True)]

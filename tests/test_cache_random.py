@@ -207,7 +207,7 @@ def test_threads_share_a_cache(monkeypatch):
 
     for name in ("take", "share", "release"):
         monkeypatch.setattr(PagePool, name, with_pauses(getattr(PagePool, name)))
-    monkeypatch.setattr(Sequences, "slots", with_pauses(Sequences.slots))
+    monkeypatch.setattr(Sequences, "held", with_pauses(Sequences.held))
     cache = make(num_pages=9, poison=False)  # so few that some calls are refused
 
     def work(seed):

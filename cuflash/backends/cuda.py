@@ -14,7 +14,7 @@ import numpy as np
 from .. import device, jit, launch, tiles
 from ..tiles import Tile
 from ..types import HOST, INDICES, UNBOUNDED, ArrayView, Plan, Problem, name_of
-from . import cuda_append, cuda_decode, cuda_fa1, cuda_fp, cuda_merge, naive_cuda, packed
+from . import cuda_append, cuda_decode, cuda_fa1, cuda_fp, cuda_merge, cuda_pages, naive_cuda, packed
 from .cuda_instance import (
     CUDA_TYPES, MASK_ARRAY, MASK_LEFT, MASK_LENGTH, MASK_RIGHT, SCORE_ALIBI, SCORE_BIAS, SCORE_BIAS32, SCORE_PLAIN, SCORE_SCALED,
     SCORE_SOFTCAP, SHORT_TYPES, PrefillInstance,
@@ -336,6 +336,7 @@ def instances(arch: str) -> Iterator[jit.Source]:
     yield from naive_cuda.instances(arch)
     yield from cuda_append.instances(arch)
     yield from cuda_merge.instances(arch)
+    yield from cuda_pages.instances(arch)
 
 
 def common(arch: str) -> Iterator[Instance]:

@@ -1,0 +1,134 @@
+"""Tokens into the pages of a cache on the GPU, and pages to other places, each in one launch: kv_append.cu and page_copy.cu."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from .. import jit, launch
+from ..types import Append, ArrayView, NoBackendError, Problem
+from . import cuda_append
+
+THREADS = 128  # of a block, PAGE_COPY_THREADS in page_copy.cu
+BITS = {2: np.dtype(np.float16), 4: np.dtype(np.float32), 8: np.dtype(np.float64)}  # the instance that moves numbers of so many bytes
+
+PAGE_ARRAY = np.dtype([("base", np.uint64), *((name, np.int64) for name in ("layer", "page", "token", "head", "column"))], align=True)
+# PageCopyParams of page_copy.cu.
+PARAMS = np.dtype(
+    [
+        *((name, PAGE_ARRAY) for name in ("k_from", "k_to", "v_from", "v_to")), ("pages_from", np.uint64), ("pages_to", np.uint64),
+        ("tokens", np.int64),
+        *((name, np.int32) for name in (
+            "layers", "count", "page_size", "heads", "k_pieces", "v_pieces", "k_bytes", "v_bytes", "k_blocks", "v_blocks",
+        )),
+    ],
+    align=True,
+)
+
+
+class Pages(NamedTuple):
+    """Keys and values as (layers, pages, page_size, heads, columns)."""
+
+    k: ArrayView
+    v: ArrayView
+
+
+@functools.cache
+def source() -> jit.Source:
+    """The kernel that copies pages; one for all dtypes, sizes and strides."""
+    stub = (
+        f'static_assert(sizeof(PageCopyParams) == {PARAMS.itemsize}, "cuda_pages.py mirrors the struct");\n'
+        f'static_assert(PAGE_COPY_THREADS == {THREADS}, "as cuda_pages.py has it");\n'
+        'extern "C" __global__ void __launch_bounds__(PAGE_COPY_THREADS) page_copy_kv(const __grid_constant__ PageCopyParams p) {\n'
+        "    page_copy(p);\n"
+        "}\n"
+    )
+    return jit.Source("page_copy.cu", stub, "page_copy_kv")
+
+
+def instances(arch: str) -> Iterator[jit.Source]:
+    """Every instance for an architecture: for precompilation."""
+    yield source()
+
+
+def pack(old: Pages, new: Pages, count: int, tokens: int, pointers: dict[str, int]) -> tuple[int, np.ndarray]:
+    """Blocks, and the struct of the launch; ``pointers``: device addresses of pages_from and pages_to, both int32."""
+    p = np.zeros(1, PARAMS)
+    r: Any = p[0]
+    r["tokens"], r["count"] = tokens, count
+    r["layers"], _, r["page_size"], r["heads"], _ = old.k.shape
+    blocks = 0
+    for name, source_view, target in (("k", old.k, new.k), ("v", old.v, new.v)):
+        item, columns = source_view.dtype.itemsize, source_view.shape[-1]
+        wide = launch.copy_bytes((source_view, target)) == 16
+        each = 16 if wide else item
+        for side, a in (("from", source_view), ("to", target)):
+            r[f"{name}_{side}"] = (a.pointer, *a.strides[:-1], each if wide else a.strides[-1])
+        pieces = columns * item // each
+        r[f"{name}_pieces"], r[f"{name}_bytes"] = pieces, each
+        r[f"{name}_blocks"] = per_page = -(-int(r["page_size"]) * int(r["heads"]) * pieces // THREADS)
+        blocks += int(r["layers"]) * count * per_page
+    for name, address in pointers.items():
+        r[name] = address
+    return blocks, p
+
+
+def copy(old: Pages, new: Pages, pages_from: Sequence[int], pages_to: Sequence[int] | None, tokens: int) -> None:
+    """Copy the first tokens of some pages, in all layers, on CuPy's current stream; to the first pages if ``pages_to`` is None."""
+    function = jit.function(source(), old.k.device)
+    small = {"pages_from": np.array(pages_from, np.int32)}
+    if pages_to is not None:
+        small["pages_to"] = np.array(pages_to, np.int32)
+    with launch.uploaded(small) as pointers:
+        blocks, params = pack(old, new, len(pages_from), tokens, pointers)
+        launch.launch(function, blocks, THREADS, 0, params, launch.stream_pointer(None))
+
+
+def write(pages: Pages, tokens: Pages, table: np.ndarray, begins: np.ndarray) -> None:
+    """Store tokens (layers, B, n, heads, columns) from row ``begins[b]`` of the pages ``table[b]`` on, on CuPy's current stream.
+
+    Raises
+    ------
+    NoBackendError
+        If the kernel cannot run; nothing is written.
+    """
+    layers = pages.k.shape[0]
+    folded = [_folded(a) for a in (*pages, *tokens)]
+    if layers > 1 and all(a is not None for a in folded):  # layers are nothing but more pages, and more sequences
+        table = (table + pages.k.shape[1] * np.arange(layers)[:, None, None]).reshape(-1, table.shape[1])
+        _append(folded, table, np.tile(begins, layers))  # type: ignore[arg-type]
+        return
+    for n in range(layers):
+        _append([_layer(a, n) for a in (*pages, *tokens)], table, begins)
+
+
+def _append(views: list[ArrayView], table: np.ndarray, begins: np.ndarray) -> None:
+    """One launch of kv_append.cu on the (pages, page_size, ...) and (B, n, ...) of one layer."""
+    k, v, k_new, v_new = (
+        ArrayView(a.array, a.pointer, a.shape, a.strides, BITS[a.dtype.itemsize], a.kind, a.device) for a in views
+    )
+    problem = Problem(
+        q=k_new, k=k, v=v, batch=k_new.shape[0], heads_q=k.shape[2], heads_kv=k.shape[2], head_dim=k.shape[3], head_dim_v=v.shape[3],
+        seqlen_q=k_new.shape[1], seqlen_k=table.shape[1] * k.shape[1], page_table=table, page_size=k.shape[1],
+    )
+    new = Append(begins, k_new, v_new)
+    reason = cuda_append.decline(problem, new)
+    if reason is not None:
+        raise NoBackendError(f"tokens cannot be written to the pages: {reason}")
+    with cuda_append.appended(problem, new):
+        pass
+
+
+def _folded(a: ArrayView) -> ArrayView | None:
+    """The first two axes as one, if that can be said with one stride."""
+    if a.shape[0] > 1 and a.shape[1] > 1 and a.strides[0] != a.shape[1] * a.strides[1]:
+        return None
+    stride = a.strides[1] if a.shape[1] > 1 else a.strides[0]
+    return ArrayView(None, a.pointer, (a.shape[0] * a.shape[1], *a.shape[2:]), (stride, *a.strides[2:]), a.dtype, a.kind, a.device)
+
+
+def _layer(a: ArrayView, n: int) -> ArrayView:
+    return ArrayView(None, a.pointer + n * a.strides[0], a.shape[1:], a.strides[1:], a.dtype, a.kind, a.device)

@@ -1,0 +1,98 @@
+"""The memory of a paged cache on a GPU: arrays of CuPy, moved by few launches on CuPy's current stream, which nobody waits for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from . import arrays, launch
+from .backends import cuda_pages
+from .page_arrays import PageArrays
+from .types import ArrayView, Layout
+
+
+class DevicePages(PageArrays):
+    """As PageArrays, of CuPy arrays on one device."""
+
+    kind = "cupy"
+
+    def __init__(self, k_pages: Any, v_pages: Any, layout: Layout) -> None:
+        super().__init__(k_pages, v_pages, layout)
+        self.device = int(k_pages.device.id)  # type: ignore[misc]
+
+    @staticmethod
+    def empty(shape: tuple[int, ...], dtype: np.dtype, device: int) -> Any:
+        import cupy
+
+        with launch.place(device, None):
+            pages = cupy.empty(shape, dtype)
+            pages.data.memset_async(0, pages.nbytes)
+        return pages
+
+    def write(self, held: list[Sequence[int]], begins: list[int], k: Any, v: Any, layers: slice) -> None:
+        n, size = k.shape[2], self.page_size
+        if not n or not held:
+            return
+        first = [begin // size for begin in begins]
+        last = [-(-(begin + n) // size) for begin in begins]
+        table = np.full((len(held), max(b - a for a, b in zip(first, last, strict=True))), -1, np.int64)
+        for row, pages, a, b in zip(table, held, first, last, strict=True):
+            row[: b - a] = pages[a:b]
+        rows = np.array([begin - a * size for begin, a in zip(begins, first, strict=True)], np.int64)
+        with launch.place(self.device, None):
+            cuda_pages.write(self._views(layers), cuda_pages.Pages(self._view(k), self._view(v)), table, rows)
+
+    def read(self, pages: Sequence[int], length: int, layer: int | None) -> tuple[Any, Any]:
+        layers, layered = self.layers(layer)
+        stored = self._views(layers)
+        made, targets = [], []
+        for a in stored:
+            count, _, _, heads, size = a.shape
+            axes = (length, heads, size) if self.layout == "BSHD" else (heads, length, size)
+            copy = arrays.empty((count, *axes), self.dtype, a)
+            made.append(copy if layered else copy[0])
+            # The same as pages, one behind the other; of the last one those tokens that there are.
+            tokens = self._view(self._canonical(copy))
+            strides = (tokens.strides[0], self.page_size * tokens.strides[1], *tokens.strides[1:])
+            shape = (count, len(pages), self.page_size, heads, size)
+            targets.append(ArrayView(None, tokens.pointer, shape, strides, tokens.dtype, tokens.kind, tokens.device))
+        if length:
+            with launch.place(self.device, None):
+                cuda_pages.copy(stored, cuda_pages.Pages(*targets), pages, None, length)
+        return made[0], made[1]
+
+    def copy_pages(self, old: list[int], new: list[int]) -> None:
+        stored = self._views(slice(None))
+        with launch.place(self.device, None):
+            cuda_pages.copy(stored, stored, old, new, len(old) * self.page_size)
+
+    def index_arrays(self, **values: np.ndarray) -> list[Any]:
+        import cupy
+
+        with launch.place(self.device, None):
+            launch.refuse_capture(launch.copied(values))
+            return [cupy.asarray(x) for x in values.values()]
+
+    def refill(self, memory: Any, values: np.ndarray) -> None:
+        import cupy
+
+        with launch.place(self.device, None), launch.uploaded({"page_table, kv_lengths": values}) as pointers:
+            (address,) = pointers.values()
+            runtime, stream = cupy.cuda.runtime, launch.stream_pointer(None)
+            runtime.memcpyAsync(memory.data.ptr, address, values.nbytes, runtime.memcpyDeviceToDevice, stream)
+
+    def numbers(self, value: Any, name: str) -> Any:
+        if not arrays.on_device(value):
+            return value
+        found = arrays.read_back(arrays.view(value, name))
+        if found is None:
+            raise RuntimeError(f"{name}: on the device, and to be read back for the cache's bookkeeping; a stream capture cannot wait")
+        return found
+
+    def _view(self, x: Any) -> ArrayView:
+        return arrays.wrap(x, self.kind)
+
+    def _views(self, layers: slice) -> cuda_pages.Pages:
+        return cuda_pages.Pages(self._view(self._k[layers]), self._view(self._v[layers]))

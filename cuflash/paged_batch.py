@@ -1,0 +1,76 @@
+"""PagedBatch: what kernels need to know of some sequences of a paged cache."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from . import checks
+from .types import Layout
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PagedBatch:
+    """What a call of ``decode`` or ``attention`` needs to read some sequences of a cache.
+
+    The index arrays are a snapshot, taken when the batch was made: after the sequences grew, were truncated or forked, take a new batch,
+    or let ``PagedKVCache.refresh`` bring this one up to date in place. They lie where the pages do, which are the cache's own memory.
+
+    Attributes
+    ----------
+    k_pages, v_pages : ndarray
+        As those of the cache; without the axis of layers once ``layer`` has picked one.
+    page_table : ndarray
+        (B, max_pages) int32, -1 after the last page of a sequence.
+    kv_lengths : ndarray
+        (B,) int32; 0 for rows without a sequence.
+    prefix_lengths : ndarray
+        (B,) int32: keys that all sequences of the batch have in common, for ``decode_shared_prefix``: those in pages that are shared from
+        the first on. 0 for rows without a sequence, and where there is but one sequence.
+    layout : str
+        "BSHD" or "BHSD".
+    """
+
+    k_pages: Any = field(repr=False)
+    v_pages: Any = field(repr=False)
+    page_table: Any
+    kv_lengths: Any
+    prefix_lengths: Any
+    layout: Layout = "BSHD"
+    memory: Any = field(default=None, repr=False)  # that the three index arrays are views of
+
+    @classmethod
+    def over(cls, k_pages: Any, v_pages: Any, layout: Layout, memory: Any, rows: int, columns: int) -> PagedBatch:
+        """A batch whose index arrays are views of memory that ``numbers`` filled."""
+        end = rows * columns
+        table = memory[:end].reshape(rows, columns)
+        return cls(k_pages, v_pages, table, memory[end : end + rows], memory[end + rows :], layout, memory)
+
+    def layer(self, index: int) -> PagedBatch:
+        """The same sequences in one layer of a cache made with ``num_layers``."""
+        if self.k_pages.ndim != 5:
+            raise ValueError("layer: these pages have no axis of layers (the cache was made without num_layers)")
+        index = checks.integer(index, "layer", 0, len(self.k_pages) - 1)
+        return replace(self, k_pages=self.k_pages[index], v_pages=self.v_pages[index])
+
+
+def numbers(table: np.ndarray, lengths: list[int], rows: int, page_size: int) -> np.ndarray:
+    """Page table (rows, columns), lengths (rows,) and prefix lengths (rows,), one behind the other; ``table`` may have fewer rows."""
+    count, columns = table.shape
+    values = np.zeros(rows * (columns + 2), np.int32)
+    values[: rows * columns].reshape(rows, columns)[...] = -1
+    values[: count * columns] = table.ravel()
+    values[rows * columns :][:count] = lengths
+    values[rows * (columns + 1) :][:count] = _common(table, lengths, page_size)
+    return values
+
+
+def _common(table: np.ndarray, lengths: list[int], page_size: int) -> int:
+    """Keys of all sequences that lie in the same pages, from the first on; 0 if there is but one sequence."""
+    if len(table) < 2:
+        return 0
+    differs = np.flatnonzero((table != table[0]).any(axis=0) | (table[0] < 0))
+    pages = int(differs[0]) if differs.size else table.shape[1]
+    return min(pages * page_size, *lengths)
