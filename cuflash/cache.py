@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from . import checks, edges, options, paged_batch
+from . import checks, device_pages, options, paged_batch
 from .device_pages import DevicePages
 from .page_arrays import PageArrays, check_pages
 from .paged_batch import PagedBatch
@@ -44,7 +44,7 @@ class PagedKVCache:
         (heads, tokens, size).
     max_pages_per_seq : int, optional
         No sequence may hold more pages than this; ``num_pages`` if not given.
-    device : int or str, optional
+    device : int, str or cupy.cuda.Device, optional
         Where the pages live: in host memory (None, "cpu"), or on a GPU, by its number ("cuda" is CuPy's current device, "cuda:1" and 1
         another). All arrays that come and go are then of CuPy, on that device; ids, and what ``append`` and ``reserve`` return, stay
         on the host, where the bookkeeping is.
@@ -98,7 +98,7 @@ class PagedKVCache:
     def __init__(
         self, *, num_pages: int, page_size: int = 16, heads_kv: int, head_dim: int, head_dim_v: int | None = None,
         num_layers: int | None = None, dtype: Any = np.float32, layout: Layout = "BSHD",
-        max_pages_per_seq: int | None = None, device: int | str | None = None,
+        max_pages_per_seq: int | None = None, device: Any = None,
     ) -> None:
         num_pages = checks.integer(num_pages, "num_pages", 1, INT32_MAX)
         page_size = checks.integer(page_size, "page_size", 1)
@@ -110,7 +110,7 @@ class PagedKVCache:
             raise TypeError("dtype: got None; the pages need a dtype")
         dtype = options.dtype(dtype, "dtype")
         checks.choice(layout, "layout", LAYOUTS)
-        ordinal = _ordinal(device)
+        ordinal = device_pages.ordinal(device)
         store = PageArrays if ordinal == HOST else DevicePages
         page = (page_size, heads_kv) if layout == "BSHD" else (heads_kv, page_size)
         k_pages, v_pages = (store.empty((*layers, num_pages, *page, size), dtype, ordinal) for size in (head_dim, head_dim_v))
@@ -470,18 +470,3 @@ class PagedKVCache:
 
     def _write(self, ids: list[int], begins: list[int], k: np.ndarray, v: np.ndarray, layers: slice) -> None:
         self._stored.write(self._sequences.held(ids), begins, k, v, layers)
-
-
-def _ordinal(device: Any) -> int:
-    """The number of a GPU from what a user calls it, HOST for none."""
-    if device is None or device == "cpu":
-        return HOST
-    if isinstance(device, str):
-        kind, colon, number = device.partition(":")
-        if kind != "cuda" or (colon and not number.isdecimal()):
-            raise ValueError(f"device: got {device!r}; allowed are None, 'cpu', 'cuda', 'cuda:N' and the number of a GPU")
-        device = int(number) if colon else None
-    cupy = edges.base.need_cupy()
-    if device is None:
-        return int(cupy.cuda.runtime.getDevice())
-    return checks.integer(device, "device", 0, cupy.cuda.runtime.getDeviceCount() - 1)

@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from . import arrays, launch
+from . import arrays, checks, edges, launch
 from .backends import cuda_pages
 from .page_arrays import PageArrays
-from .types import ArrayView, Layout
+from .types import HOST, ArrayView, Layout
 
 
 class DevicePages(PageArrays):
@@ -35,6 +35,8 @@ class DevicePages(PageArrays):
         n, size = k.shape[2], self.page_size
         if not n or not held:
             return
+        # k and v may be views of these pages.
+        k, v = (x.copy() if any(arrays.overlap(self._view(x), a) for a in self._views(layers)) else x for x in (k, v))
         first = [begin // size for begin in begins]
         last = [-(-(begin + n) // size) for begin in begins]
         table = np.full((len(held), max(b - a for a, b in zip(first, last, strict=True))), -1, np.int64)
@@ -96,3 +98,19 @@ class DevicePages(PageArrays):
 
     def _views(self, layers: slice) -> cuda_pages.Pages:
         return cuda_pages.Pages(self._view(self._k[layers]), self._view(self._v[layers]))
+
+
+def ordinal(device: Any) -> int:
+    """The number of a GPU from what a user calls it, HOST for none."""
+    if device is None or device == "cpu":
+        return HOST
+    if isinstance(device, str):
+        kind, colon, number = device.partition(":")
+        if kind != "cuda" or (colon and not number.isdecimal()):
+            raise ValueError(f"device: got {device!r}; allowed are None, 'cpu', 'cuda', 'cuda:N' and the number of a GPU")
+        device = int(number) if colon else None
+    cupy = edges.base.need_cupy()
+    if device is None:
+        return int(cupy.cuda.runtime.getDevice())
+    device = getattr(device, "id", device)  # of a cupy.cuda.Device
+    return checks.integer(device, "device", 0, cupy.cuda.runtime.getDeviceCount() - 1)

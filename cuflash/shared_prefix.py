@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 
-from . import api, arrays, backends, checks, indices, launch, merge, planner
+from . import api, arrays, backends, checks, indices, launch, merge, planner, warm_decode
 from . import problem as problems
-from .backends import cuda_merge
+from .backends import cuda_merge, cuda_pages
 from .types import HOST, UNBOUNDED, ArrayView, NoBackendError, Plan, Problem
 
+AXES = "brhc", "bhr"  # of outputs and log-sum-exps
 # Options by which a logit depends on where a query stands, which differs between the sequences that share keys.
 NOT_SHARED = ("window", "bias", "alibi_slopes", "score_mod", "mask_mod", "kv_start")
 
@@ -71,26 +73,27 @@ def decode_shared_prefix(
         raise ValueError(f"q: {np.ndim(q)} axes; it must have 4, the first one for the sequences")
     if np.ndim(prefix_lengths) == 0 and not arrays.on_device(prefix_lengths):
         prefix_lengths = np.full(q.shape[0], checks.integer(prefix_lengths, "prefix_lengths", 0))
+    given, starts = (out, lse), {**options, "kv_start": prefix_lengths}
+    signed = warm_decode.signature(q, k_cache, v_cache, kv_lengths, page_table, k_new, v_new, rope, None, layout, starts)
+    if signed is not None:
+        signed = ("shared prefix", signed[0]), signed[1]
+        results = warm_decode.run(signed, out, lse, return_lse, options.get("stream"))
+        if results is not None:
+            return results
     problem, append = problems.build_decode(
         q, k_cache, v_cache, kv_lengths, page_table=page_table, k_new=k_new, v_new=v_new, rope=rope, layout=layout, **options,
     )
-    prefix_lengths = indices.per_sequence(prefix_lengths, "prefix_lengths", problem, *indices.capacity(problem))
-    problem = problem.replace(kv_start=prefix_lengths)
+    problem = problem.replace(kv_start=indices.per_sequence(prefix_lengths, "prefix_lengths", problem, *indices.capacity(problem)))
     least = _least(problem)
     _check(problem, 0 if append is None else append.count, least)
     with launch.place(problem.q.device, problem.stream), contextlib.ExitStack() as stack:
         problem, out, lse = problems.with_outputs(problem, out, lse, return_lse, layout, np.ndim(q), append)
-        if problem.batch == 0 or problem.seqlen_q == 0:
-            return (out, lse) if return_lse else out
-        own_lse = problem.lse or _buffer(stack, problem.lse_shape, problem.compute_dtype, problem.q)
-        problem = problem.replace(lse=own_lse)
-        prefix = _of_prefix(stack, problem)
-        plans = planner.choose(problem), _plan_prefix(prefix)
-        _make_ready(plans[1], prefix)
-        with backends.appended(plans[0], problem, append) as ready:
-            backends.load(plans[1].backend).run(plans[1], prefix.replace(q=_rows(ready.q)))  # type: ignore[union-attr]
-            backends.load(plans[0].backend).run(plans[0], ready)  # type: ignore[union-attr]
-            _merge(prefix, ready, least)
+        if 0 not in problem.q.shape[:3]:
+            call = Call(stack, problem, least)
+            with backends.appended(call.plan, problem, append) as ready:
+                if signed is not None:
+                    warm_decode.keep(signed, call.plan, problem, append, ready, (out, lse, return_lse), given, call.prepare)
+                call.run(ready)
     return (out, lse) if return_lse else out
 
 
@@ -134,37 +137,148 @@ def _check(problem: Problem, new: int, least: int) -> None:
                 raise ValueError(f"page_table: row {b} does not begin with the {columns} pages of row 0 that prefix_lengths says it shares")
 
 
-def _rows(q: ArrayView) -> ArrayView:
-    """The queries (B, Sq, Hq, D) of all sequences as those of one, (1, B * Sq, Hq, D)."""
-    b, rows, *last = q.shape
-    batch, row, *rest = q.strides
-    if b > 1 and rows > 1 and batch != rows * row:
-        raise ValueError(f"q: strides {q.strides}; with several queries each they must lie one behind the other, as in layout 'BSHD'")
-    step = row if rows > 1 else batch
-    return arrays.strided(q, (1, b * rows, *last), (0, step, *rest))
+class Call:
+    """The passes of a call: all queries over the prefix, each sequence over its own keys, and the merge.
+
+    In the first pass the rows that attend to a key/value head are its query heads, of all queries of all sequences: R of them. They are
+    copied to lie one behind the other, (Hkv, R, D), which is one query of many heads, or many queries of one head each.
+
+    Parameters
+    ----------
+    stack : ExitStack
+        Holds the memory of intermediate results.
+    problem : Problem
+        That of the whole call, with results.
+    least : int
+        See `_least`.
+    """
+
+    def __init__(self, stack: contextlib.ExitStack, problem: Problem, least: int):
+        self.least = least
+        rows = problem.batch * problem.seqlen_q * problem.group_size
+        self.shape = problem.heads_kv, rows
+        like = problem.q
+        self.q = _buffer(stack, (*self.shape, problem.head_dim), like.dtype, like)
+        self.out = _buffer(stack, (*self.shape, problem.head_dim_v), problem.out_dtype, like)
+        self.lse = _buffer(stack, self.shape, problem.compute_dtype, like)
+        self.own_lse = problem.lse or _buffer(stack, problem.lse_shape, problem.compute_dtype, like)
+        self.plan = planner.choose(problem)  # of the second pass
+        self.prefix_plan, self.prefix = self._of_prefix(problem)
+        backend: Any = backends.load(self.prefix_plan.backend)
+        if hasattr(backend, "make_ready"):
+            backend.make_ready(self.prefix_plan, self.prefix)
+
+    def _of_prefix(self, problem: Problem) -> tuple[Plan, Problem]:
+        """Plan and problem of the first pass, over the keys where sequence 0 has them."""
+        keys = {"page_table": _first(problem.page_table)} if problem.paged else {"k": _first(problem.k), "v": _first(problem.v)}
+        whole = problem.replace(
+            batch=1, causal=False, window=(UNBOUNDED, UNBOUNDED), mask=None, mask_is_tail=False, sinks=None, kv_start=None,
+            kv_lengths=_first(problem.kv_start), **keys,
+        )
+        heads, rows = self.shape
+        if problem.kernel in ("auto", "decode"):  # which splits the keys: there is one sequence, and many of them
+            shape = (1, 1, heads * rows)
+            views = {"q": _as(self.q, (*shape, -1)), "out": _as(self.out, (*shape, -1)), "lse": _as(self.lse, (1, heads * rows, 1))}
+            one = whole.replace(seqlen_q=1, heads_q=heads * rows, kernel="decode", **views)
+            with contextlib.suppress(NoBackendError):
+                return planner.choose(one), one
+        views = {"q": _as(self.q, (1, heads, rows, -1), 1), "out": _as(self.out, (1, heads, rows, -1), 1), "lse": _as(self.lse, (1, heads, rows))}
+        many = whole.replace(seqlen_q=rows, heads_q=heads, **views)
+        return planner.choose(many), many
+
+    def _moved(self, own: Problem) -> tuple[ArrayView, ArrayView]:
+        """Queries as they came and as the first pass has them, both (B, Hkv, Sq, G, D)."""
+        heads, group = self.shape[0], own.group_size
+        old = _permuted(_split_heads(own.q, 2, group), (0, 2, 1, 3, 4))
+        new = _as(self.q, (heads, own.batch, own.seqlen_q, group, own.head_dim))
+        return old, _permuted(new, (1, 0, 2, 3, 4))
+
+    def _merged(self, own: Problem) -> tuple[list[ArrayView], list[ArrayView]]:
+        """Outputs (B, Sq, Hkv, G, Dv) and log-sum-exps (B, Hkv, G, Sq) of the two passes."""
+        group = own.group_size
+        lead = (self.shape[0], own.batch, own.seqlen_q, group)
+        outs = [_permuted(_as(self.out, (*lead, own.head_dim_v)), (1, 2, 0, 3, 4)), _split_heads(own.out, 2, group)]
+        return outs, [_permuted(_as(self.lse, lead), (1, 0, 3, 2)), _split_heads(own.lse, 1, group)]
+
+    def run(self, ready: Problem) -> None:
+        """Write ready.out, and ready.lse unless it is None."""
+        own = ready.replace(lse=self.own_lse)
+        old, new = self._moved(own)
+        if own.q.device == HOST:
+            new.array[...] = old.array
+        else:
+            cuda_pages.rearrange(old, new)
+        for plan, problem in ((self.prefix_plan, self.prefix), (self.plan, own)):
+            backends.load(plan.backend).run(plan, problem)  # type: ignore[union-attr]
+        outs, lses = self._merged(own)
+        if own.q.device == HOST:
+            out, lse = own.out.array, own.lse.array
+            lses[0].array[own.kv_start == 0] = -np.inf
+            merge.merge_states([a.array.reshape(out.shape) for a in outs], [a.array.reshape(lse.shape) for a in lses], out=out, lse=lse)
+            return
+        with _addresses(own) as known:
+            cuda_merge.run(outs, lses, own.out, own.lse, AXES, self._shared(own, known))
+
+    def _shared(self, own: Problem, known: dict[str, int]) -> cuda_merge.Shared:
+        narrow = {name: getattr(own, name).dtype == np.int32 for name in known}
+        return cuda_merge.Shared(known["kv_start"], narrow["kv_start"], known["kv_lengths"], narrow["kv_lengths"], self.least)
+
+    def prepare(self, ready: Problem) -> Callable | None:
+        """The launches of ``run`` for calls that differ in addresses alone, all index arrays being on the device; see warm_decode.Launch."""
+        own = ready.replace(lse=self.own_lse)
+        passes = []
+        for plan, problem in ((self.prefix_plan, self.prefix), (self.plan, own)):
+            backend: Any = backends.load(plan.backend)
+            passes.append(backend.prepare(plan, problem) if hasattr(backend, "prepare") else None)
+        if None in passes:
+            return None
+        over_prefix, over_own = passes
+        move = cuda_pages.prepare(*self._moved(own))
+        join = cuda_merge.prepare(*self._merged(own), own.out, own.lse, AXES, self._shared(own, {"kv_start": 0, "kv_lengths": 0}))
+        device, places, total = own.q.device, [], 0
+        for a in (self.q, self.out, self.lse, self.own_lse):
+            places.append(total)
+            total += -(-math.prod(a.shape) * a.dtype.itemsize // warm_decode.SCRATCH_ALIGNMENT) * warm_decode.SCRATCH_ALIGNMENT
+
+        def attend(q: int, k: int, v: int, out: int, lse: int, *indices: int) -> None:
+            with launch.scratch((total,), np.dtype(np.uint8), device) as memory:
+                q_moved, prefix_out, prefix_lse, own_lse = (memory.pointer + place for place in places)
+                lse = lse or own_lse
+                lengths, start, rest = indices[2], indices[3], indices[4:]
+                move(q, 0, q_moved, 0)
+                over_prefix(q_moved, k, v, prefix_out, prefix_lse, 0, 0, start, 0, *rest)
+                over_own(q, k, v, out, lse, *indices)
+                join(*cuda_merge.addresses((prefix_out, out), (prefix_lse, lse), out, lse, start, lengths))
+
+        return attend
 
 
-def _of_prefix(stack: contextlib.ExitStack, problem: Problem) -> Problem:
-    """All queries over the keys of the prefix, where sequence 0 has them."""
-    rows = problem.batch * problem.seqlen_q
-    changes: dict[str, Any] = {
-        "q": _rows(problem.q), "out": _buffer(stack, (1, rows, problem.heads_q, problem.head_dim_v), problem.out_dtype, problem.q),
-        "lse": _buffer(stack, (1, problem.heads_q, rows), problem.compute_dtype, problem.q), "kv_lengths": _first(problem.kv_start),
-    }
-    if problem.paged:
-        changes["page_table"] = _first(problem.page_table)
-    else:
-        changes |= {"k": _first(problem.k), "v": _first(problem.v)}
-    return problem.replace(
-        batch=1, seqlen_q=rows, causal=False, window=(UNBOUNDED, UNBOUNDED), mask=None, mask_is_tail=False, sinks=None, kv_start=None, **changes,
-    )
+def _as(a: ArrayView, shape: tuple[int, ...], swapped: int | None = None) -> ArrayView:
+    """Contiguous memory by another shape, whose -1 stands for the last axis; axes ``swapped`` and the next are then exchanged."""
+    shape = tuple(a.shape[-1] if n == -1 else n for n in shape)
+    strides = tuple(a.dtype.itemsize * math.prod(shape[n + 1 :]) for n in range(len(shape)))
+    view = arrays.strided(a, shape, strides)
+    if swapped is None:
+        return view
+    axes = list(range(len(shape)))
+    axes[swapped], axes[swapped + 1] = swapped + 1, swapped
+    return _permuted(view, tuple(axes))
+
+
+def _permuted(a: ArrayView, axes: tuple[int, ...]) -> ArrayView:
+    return arrays.strided(a, tuple(a.shape[n] for n in axes), tuple(a.strides[n] for n in axes))
+
+
+def _split_heads(a: ArrayView, axis: int, group: int) -> ArrayView:
+    """Query heads as key/value heads, and those of a group."""
+    heads, stride = a.shape[axis], a.strides[axis]
+    shape = (*a.shape[:axis], heads // group, group, *a.shape[axis + 1 :])
+    return arrays.strided(a, shape, (*a.strides[:axis], group * stride, stride, *a.strides[axis + 1 :]))
 
 
 def _first(a: Any) -> Any:
     """The first entry of an array, with its axis."""
-    if not isinstance(a, ArrayView):
-        return a[:1]
-    return arrays.strided(a, (1, *a.shape[1:]), a.strides)
+    return arrays.strided(a, (1, *a.shape[1:]), a.strides) if isinstance(a, ArrayView) else a[:1]
 
 
 def _buffer(stack: contextlib.ExitStack, shape: tuple[int, ...], dtype: np.dtype, like: ArrayView) -> ArrayView:
@@ -172,44 +286,6 @@ def _buffer(stack: contextlib.ExitStack, shape: tuple[int, ...], dtype: np.dtype
     if like.device == HOST:
         return arrays.wrap(np.empty(shape, dtype), "numpy")
     return stack.enter_context(launch.scratch(shape, dtype, like.device))
-
-
-def _plan_prefix(prefix: Problem) -> Plan:
-    """Kernels that split the keys are asked first: there is one sequence, and many keys."""
-    if prefix.kernel == "auto":
-        with contextlib.suppress(NoBackendError):
-            return planner.choose(prefix.replace(kernel="decode"))
-    return planner.choose(prefix)
-
-
-def _make_ready(plan: Plan, problem: Problem) -> None:
-    backend: Any = backends.load(plan.backend)
-    if hasattr(backend, "make_ready"):
-        backend.make_ready(plan, problem)
-
-
-def _merge(prefix: Problem, own: Problem, least: int) -> None:
-    """Merge the results of the prefix into those of the sequences' own keys."""
-    parts, lses = _by_sequence(prefix, own)
-    if own.q.device == HOST:
-        lses.array[own.kv_start == 0] = -np.inf
-        merge.merge_states([parts.array, own.out.array], [lses.array, own.lse.array], out=own.out.array, lse=own.lse.array)
-        return
-    with _addresses(own) as known:
-        narrow = {name: getattr(own, name).dtype == np.int32 for name in known}
-        shared = cuda_merge.Shared(known["kv_start"], narrow["kv_start"], known["kv_lengths"], narrow["kv_lengths"], least)
-        cuda_merge.run([parts, own.out], [lses, own.lse], own.out, own.lse, ("brhc", "bhr"), shared)
-
-
-def _by_sequence(prefix: Problem, own: Problem) -> tuple[ArrayView, ArrayView]:
-    """Results of the prefix in the axis order of the sequences' own, (B, Sq, Hq, Dv) and (B, Hq, Sq)."""
-    b, rows, heads, d = own.out_shape
-    out, lse = prefix.out, prefix.lse
-    item = lse.dtype.itemsize
-    return (
-        arrays.strided(out, (b, rows, heads, d), (rows * out.strides[1], *out.strides[1:])),
-        arrays.strided(lse, (b, heads, rows), (rows * item, b * rows * item, item)),
-    )
 
 
 @contextlib.contextmanager

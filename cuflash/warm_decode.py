@@ -92,12 +92,12 @@ def run(signed: Signed | None, out: Any, lse: Any, return_lse: Any, stream: Any)
 
 def keep(
     signed: Signed | None, plan: Plan, problem: Problem, new: Append | None, ready: Problem, user: tuple[Any, Any, bool],
-    given: tuple[Any, Any],
+    given: tuple[Any, Any], prepare: Callable[[Problem], Callable | None] | None = None,
 ) -> None:
     """Keep the launches of a call for others of its signature, if its backend can prepare them.
 
     ``problem`` is that before the append and ``ready`` the one that is left, ``user`` the results (out, lse, return_lse), of which
-    ``given`` (out, lse) came from the user.
+    ``given`` (out, lse) came from the user; ``prepare`` is asked in place of the backend, where the attention is more than one pass.
     """
     if signed is None or device.pretended() is not None:
         return
@@ -109,7 +109,7 @@ def keep(
         if plan.kernel not in backend.TAKES_DEVICE_INDICES:
             return
         problem, new, ready = with_lengths_on_device(problem, new, ready)
-    attend = backend.prepare(plan, ready)
+    attend = backend.prepare(plan, ready) if prepare is None else prepare(ready)
     if attend is None:
         return
     append = None

@@ -17,10 +17,11 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+from numpy.lib.stride_tricks import as_strided
 
 import cuflash
 from cuflash import device, jit, launch
-from cuflash.backends import cuda, cuda_append
+from cuflash.backends import cuda, cuda_append, cuda_merge, cuda_pages
 from cuflash.types import INDICES
 
 ALIGNMENT = 256
@@ -39,7 +40,8 @@ class FakeArray:
         self.shape, self.strides, self.dtype, self.ndim = host.shape, host.strides, host.dtype, host.ndim
         self.size = host.size
         ordinal = Gpu.current().device if device_id is None else device_id
-        self.data = SimpleNamespace(ptr=host.__array_interface__["data"][0], device_id=ordinal)
+        pointer = host.__array_interface__["data"][0]
+        self.data = SimpleNamespace(ptr=pointer, device_id=ordinal, memset_async=lambda value, size: ctypes.memset(pointer, value, size))
         self.device = SimpleNamespace(id=ordinal)
 
     def _view(self, host: np.ndarray) -> FakeArray:
@@ -53,6 +55,22 @@ class FakeArray:
 
     def __setitem__(self, index: Any, value: Any) -> None:
         self.host[index] = getattr(value, "host", value)
+
+    def __len__(self) -> int:
+        return len(self.host)
+
+    @property
+    def nbytes(self) -> int:
+        return self.host.nbytes
+
+    def swapaxes(self, a: int, b: int) -> FakeArray:
+        return self._view(self.host.swapaxes(a, b))
+
+    def reshape(self, *shape: Any) -> FakeArray:
+        return self._view(self.host.reshape(*shape))
+
+    def copy(self) -> FakeArray:
+        return self._view(self.host.copy())
 
     def get(self) -> np.ndarray:
         return self.host.copy()
@@ -134,7 +152,7 @@ class Gpu:
             assert params.dtype.fields is None and params.shape == (1,) and shared == shared_memory
             if source.name.startswith("decode"):  # whose struct begins with the other
                 params = params.view(launch.DECODE_PARAMS)["prefill"]
-            params = params.view(cuda_append.PARAMS if source.file == "kv_append.cu" else launch.PREFILL_PARAMS)
+            params = params.view(STRUCTS.get(source.file, launch.PREFILL_PARAMS))
             for hook in self.before:
                 hook(params)
             p = params.copy()[0]  # CUDA copies it before the launch returns
@@ -144,6 +162,9 @@ class Gpu:
             compute(source.name, p)
 
         return run
+
+
+STRUCTS = {"kv_append.cu": cuda_append.PARAMS, "merge_states.cu": cuda_merge.PARAMS, "page_copy.cu": cuda_pages.PARAMS}
 
 
 def memory(pointer: int, dtype: Any, shape: tuple[int, ...], strides: Any) -> np.ndarray:
@@ -174,8 +195,9 @@ def clear(name: str, p: np.ndarray) -> None:
         memory(p["lse"], np.float32, (heads, rows), [p["lse_stride"][n] for n in (2, 1)])[:, unowned] = -np.inf
 
 
-def append_rows(p: np.ndarray) -> None:
-    """What kv_append writes in float16, key by key."""
+def append_rows(p: np.ndarray, dtype: Any) -> None:
+    """What kv_append writes, key by key."""
+    item = np.dtype(dtype).itemsize
     number = {name: int(p[name]) for name in p.dtype.names if p.dtype[name].kind in "iu" and p.dtype[name].shape == ()}
     batch, n, rows, d, dv, hk, hq = (
         number[name] for name in ("batch", "new_keys", "q_rows", "head_dim", "head_dim_v", "heads_kv", "heads_q")
@@ -203,7 +225,7 @@ def append_rows(p: np.ndarray) -> None:
 
     def row(name: str, b: int, r: int, heads: int, size: int) -> np.ndarray:
         stride = p[f"{name}_stride"]
-        return memory(int(p[name]) + 2 * int(b * stride[0] + r * stride[1]), np.float16, (heads, size), stride[2:])
+        return memory(int(p[name]) + item * int(b * stride[0] + r * stride[1]), dtype, (heads, size), stride[2:])
 
     for b in range(batch):
         before, fits = int(lengths[b]), 0 <= lengths[b] <= number["capacity"] - n
@@ -217,11 +239,58 @@ def append_rows(p: np.ndarray) -> None:
                 row("k", *place, hk, d)[...] = turned(row("k_new", b, t, hk, d), before + t)
                 row("v", *place, hk, dv)[...] = row("v_new", b, t, hk, dv)
         for r in range(rows if number["pairs"] else 0):
-            memory(int(p["q_turned"]) + 2 * (b * rows + r) * hq * d, np.float16, (hq, d), (d, 1))[...] = turned(
+            memory(int(p["q_turned"]) + item * (b * rows + r) * hq * d, dtype, (hq, d), (d, 1))[...] = turned(
                 row("q", b, r, hq, d), r if number["upper_left"] else after - rows + r
             )
         if number["lengths_total"]:
             memory(p["lengths_after"], np.int32, (batch,), (1,))[b] = after
+
+
+TYPES = {"fp16": np.float16, "bf16": ml_dtypes.bfloat16, "fp32": np.float32, "fp64": np.float64}
+
+
+def merge(p: np.ndarray, dtype: Any) -> None:
+    """What merge_states writes, by the same function on NumPy arrays."""
+    n, b, s, h, d, g = (int(p[name]) for name in ("parts", "batch", "rows", "heads", "head_dim", "group"))
+    real = np.float64 if dtype == np.float64 else np.float32
+
+    def part(name: str, i: int) -> np.ndarray:
+        stride, groups = p[f"{name}_strides"][i], p[f"{name}_groups"][i]
+        if name == "lse":
+            return memory(p["lses"][i], real, (b, h // g, g, s), (stride[0], groups, stride[2], stride[1])).reshape(b, h, s)
+        return memory(p["outs"][i], dtype, (b, s, h // g, g, d), (*stride[:2], groups, *stride[2:])).reshape(b, s, h, d)
+
+    outs, lses = ([part(name, i).copy() for i in range(n)] for name in ("out", "lse"))
+    if p["shared"]:
+        own, lengths = (memory(p[x], np.int32 if p[f"{x}_i32"] else np.int64, (b,), (1,)) for x in ("shared", "lengths"))
+        lses[0][own <= 0] = -np.inf
+        lses[0][(own > 0) & ((own != own[0]) | (lengths - own < p["least"]))] = np.nan
+    out, lse = cuflash.merge_states(outs, lses)
+    memory(p["out"], dtype, (b, s, h, d), p["out_stride"])[...] = out
+    if p["lse"]:
+        memory(p["lse"], real, (b, h, s), p["lse_stride"][[0, 2, 1]])[...] = lse
+
+
+def copy_pages(p: np.ndarray) -> None:
+    """What page_copy moves."""
+    count, size = int(p["count"]), int(p["page_size"])
+    pages = {way: memory(p[f"pages_{way}"], np.int32, (count,), (1,)) if p[f"pages_{way}"] else np.arange(count) for way in ("from", "to")}
+    for side in ("k", "v"):
+        shape = (int(p["heads"]), int(p[f"{side}_pieces"]))
+        for layer, n, token in itertools.product(range(p["layers"]), range(count), range(size if p[f"{side}_pieces"] else 0)):
+            if n * size + token < p["tokens"]:
+                source, target = (
+                    row_of_page(p, f"{side}_{way}", (layer, pages[way][n], token), int(p[f"{side}_bytes"]), shape) for way in ("from", "to")
+                )
+                target[...] = source
+
+
+def row_of_page(p: np.ndarray, name: str, at: tuple, item: int, shape: tuple[int, int]) -> np.ndarray:
+    """The heads of a token, in pieces."""
+    stride = [int(x) for x in p[f"{name}_stride"]]
+    pointer = int(p[name]) + sum(int(n) * step for n, step in zip(at, stride, strict=False))
+    interface = {"version": 3, "data": (pointer, False), "typestr": f"|V{item}", "shape": shape, "strides": tuple(stride[3:])}
+    return np.asarray(SimpleNamespace(__array_interface__=interface))
 
 
 def compute(name: str, p: np.ndarray) -> None:
@@ -230,7 +299,13 @@ def compute(name: str, p: np.ndarray) -> None:
         clear(name, p)
         return
     if name.startswith("kv_append"):
-        append_rows(p)
+        append_rows(p, TYPES[name.removeprefix("kv_append_")])
+        return
+    if name.startswith("merge_states"):
+        merge(p, TYPES[name.removeprefix("merge_states_")])
+        return
+    if name == "page_copy_kv":
+        copy_pages(p)
         return
     dtype = ml_dtypes.bfloat16 if "_bf16_" in name else np.float16
     b, hq, hk, rows, keys = (int(p[x]) for x in ("batch", "heads_q", "heads_kv", "q_rows", "k_rows"))
@@ -284,7 +359,10 @@ def pretended_gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
     cupy_cuda.alloc_pinned_memory = fake.pin
     cupy_cuda.Event = fake.event
     runtime.memsetAsync = lambda pointer, value, size, stream: ctypes.memset(pointer, value, size)
-    runtime.getDevice = lambda: fake.current().device
+    runtime.getDevice, runtime.getDeviceCount = lambda: fake.current().device, lambda: 2
+    runtime.memcpyDeviceToDevice = 3
+    runtime.memcpyAsync = lambda target, source, size, kind, stream: ctypes.memmove(target, source, size)
+    cupy.lib = SimpleNamespace(stride_tricks=SimpleNamespace(as_strided=lambda a, shape, strides: a._view(as_strided(a.host, shape, strides))))
     runtime.streamIsCapturing = lambda stream: fake.capturing
     runtime.mallocAsync, runtime.freeAsync = fake.malloc, fake.free
     cupy_cuda.Device = lambda ordinal: fake.using(device=ordinal)

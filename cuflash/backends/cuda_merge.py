@@ -19,8 +19,8 @@ PARAMS = np.dtype(
     [
         ("outs", (np.uint64, PARTS)), ("lses", (np.uint64, PARTS)), *((name, np.uint64) for name in ("out", "lse", "shared", "lengths")),
         ("out_strides", (launch.STRIDES, PARTS)), ("lse_strides", (launch.STRIDES, PARTS)),
-        ("out_stride", launch.STRIDES), ("lse_stride", launch.STRIDES),
-        *((name, np.int32) for name in ("parts", "batch", "rows", "heads", "head_dim", "least", "shared_i32", "lengths_i32")),
+        ("out_stride", launch.STRIDES), ("lse_stride", launch.STRIDES), ("out_groups", (np.int64, PARTS)), ("lse_groups", (np.int64, PARTS)),
+        *((name, np.int32) for name in ("parts", "batch", "rows", "heads", "head_dim", "group", "least", "shared_i32", "lengths_i32")),
     ],
     align=True,
 )
@@ -74,18 +74,29 @@ def pack(
     outs: Sequence[ArrayView], lses: Sequence[ArrayView], out: ArrayView, lse: ArrayView | None, axes: tuple[str, str],
     shared: Shared | None = None,
 ) -> tuple[int, np.ndarray]:
-    """Blocks, and the struct of the launch; ``axes`` names those of outputs and of LSEs by their initials, such as "brhc" and "bhr"."""
+    """Blocks, and the struct of the launch.
+
+    ``axes`` names those of out and lse by their initials, such as "brhc" and "bhr". The parts have the same, or in place of the heads two:
+    groups, and the heads of a group.
+    """
     p = np.zeros(1, PARAMS)
     r: Any = p[0]
+    size = dict(zip(axes[0], out.shape, strict=True))
+    batch, rows, heads = (size.get(axis, 1) for axis in "brh")
+    r["parts"], r["batch"], r["rows"], r["heads"], r["head_dim"], r["group"] = len(outs), batch, rows, heads, size["c"], 1
     for name, parts, order in (("out", outs, axes[0]), ("lse", lses, axes[1])):
         for n, a in enumerate(parts):
-            r[f"{name}s"][n], r[f"{name}_strides"][n] = a.pointer, launch.element_strides(a, order)
+            if len(a.shape) > len(order):
+                at = order.index("h")
+                r["group"], r[f"{name}_groups"][n] = a.shape[at + 1], a.strides[at] // a.dtype.itemsize
+                order_of_a = order.replace("h", "gh")
+            else:
+                order_of_a = order
+                r[f"{name}_groups"][n] = launch.element_strides(a, order)[2]
+            r[f"{name}s"][n], r[f"{name}_strides"][n] = a.pointer, launch.element_strides(a, order_of_a)
     r["out"], r["out_stride"] = out.pointer, launch.element_strides(out, axes[0])
     if lse is not None:
         r["lse"], r["lse_stride"] = lse.pointer, launch.element_strides(lse, axes[1])
-    size = dict(zip(axes[0], out.shape, strict=True))
-    batch, rows, heads = (size.get(axis, 1) for axis in "brh")
-    r["parts"], r["batch"], r["rows"], r["heads"], r["head_dim"] = len(outs), batch, rows, heads, size["c"]
     if shared is not None:
         r["shared"], r["shared_i32"], r["lengths"], r["lengths_i32"], r["least"] = shared
     return -(-batch * rows * heads * 32 // THREADS), p
@@ -99,3 +110,16 @@ def run(
     blocks, params = pack(outs, lses, out, lse, axes, shared)
     function = jit.function(source(name_of(out.dtype)), out.device)
     launch.launch(function, blocks, THREADS, 0, params, launch.stream_pointer(None))
+
+
+def prepare(*arguments: Any) -> launch.Prepared:
+    """The launch of `run` for calls that differ in addresses alone: those of ``addresses``."""
+    blocks, params = pack(*arguments)
+    out: ArrayView = arguments[2]
+    return launch.Prepared([launch.Step(jit.function(source(name_of(out.dtype)), out.device), blocks, THREADS)], params, 2 * PARTS + 4)
+
+
+def addresses(outs: Sequence[int], lses: Sequence[int], out: int, lse: int, shared: int, lengths: int) -> tuple[int, ...]:
+    """The first members of the struct."""
+    rest = (0,) * (PARTS - len(outs))
+    return (*outs, *rest, *lses, *rest, out, lse, shared, lengths)

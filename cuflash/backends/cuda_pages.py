@@ -15,12 +15,12 @@ from . import cuda_append
 THREADS = 128  # of a block, PAGE_COPY_THREADS in page_copy.cu
 BITS = {2: np.dtype(np.float16), 4: np.dtype(np.float32), 8: np.dtype(np.float64)}  # the instance that moves numbers of so many bytes
 
-PAGE_ARRAY = np.dtype([("base", np.uint64), *((name, np.int64) for name in ("layer", "page", "token", "head", "column"))], align=True)
+PAGE_STRIDES = np.dtype((np.int64, 5))  # layer, page, token, head, column, in bytes
 # PageCopyParams of page_copy.cu.
 PARAMS = np.dtype(
     [
-        *((name, PAGE_ARRAY) for name in ("k_from", "k_to", "v_from", "v_to")), ("pages_from", np.uint64), ("pages_to", np.uint64),
-        ("tokens", np.int64),
+        *((name, np.uint64) for name in ("k_from", "v_from", "k_to", "v_to", "pages_from", "pages_to")),
+        *((f"{name}_stride", PAGE_STRIDES) for name in ("k_from", "v_from", "k_to", "v_to")), ("tokens", np.int64),
         *((name, np.int32) for name in (
             "layers", "count", "page_size", "heads", "k_pieces", "v_pieces", "k_bytes", "v_bytes", "k_blocks", "v_blocks",
         )),
@@ -54,26 +54,37 @@ def instances(arch: str) -> Iterator[jit.Source]:
     yield source()
 
 
-def pack(old: Pages, new: Pages, count: int, tokens: int, pointers: dict[str, int]) -> tuple[int, np.ndarray]:
-    """Blocks, and the struct of the launch; ``pointers``: device addresses of pages_from and pages_to, both int32."""
+def pack(k: tuple[ArrayView, ArrayView], v: tuple[ArrayView, ArrayView] | None, count: int, tokens: int) -> tuple[int, np.ndarray]:
+    """Blocks, and the struct of the launch but for the lists of pages; ``k`` and ``v`` are copied from the first to the second."""
     p = np.zeros(1, PARAMS)
     r: Any = p[0]
     r["tokens"], r["count"] = tokens, count
-    r["layers"], _, r["page_size"], r["heads"], _ = old.k.shape
+    r["layers"], _, r["page_size"], r["heads"], _ = k[0].shape
     blocks = 0
-    for name, source_view, target in (("k", old.k, new.k), ("v", old.v, new.v)):
-        item, columns = source_view.dtype.itemsize, source_view.shape[-1]
-        wide = launch.copy_bytes((source_view, target)) == 16
+    for name, pair in (("k", k), ("v", v)):
+        if pair is None:
+            continue
+        item, columns = pair[0].dtype.itemsize, pair[0].shape[-1]
+        wide = launch.copy_bytes(pair) == 16
         each = 16 if wide else item
-        for side, a in (("from", source_view), ("to", target)):
-            r[f"{name}_{side}"] = (a.pointer, *a.strides[:-1], each if wide else a.strides[-1])
+        for side, a in zip(("from", "to"), pair, strict=True):
+            r[f"{name}_{side}"], r[f"{name}_{side}_stride"] = a.pointer, (*a.strides[:-1], each if wide else a.strides[-1])
         pieces = columns * item // each
         r[f"{name}_pieces"], r[f"{name}_bytes"] = pieces, each
         r[f"{name}_blocks"] = per_page = -(-int(r["page_size"]) * int(r["heads"]) * pieces // THREADS)
         blocks += int(r["layers"]) * count * per_page
-    for name, address in pointers.items():
-        r[name] = address
     return blocks, p
+
+
+def prepare(old: ArrayView, new: ArrayView) -> launch.Prepared:
+    """The launch that copies an array of five axes to another, for calls that differ in the addresses of the two: old, 0, new, 0."""
+    blocks, params = pack((old, new), None, old.shape[1], old.shape[1] * old.shape[2])
+    return launch.Prepared([launch.Step(jit.function(source(), old.device), blocks, THREADS)], params, addresses=4)
+
+
+def rearrange(old: ArrayView, new: ArrayView) -> None:
+    """Copy an array of five axes to another of the same shape, on CuPy's current stream."""
+    prepare(old, new)(old.pointer, 0, new.pointer, 0)
 
 
 def copy(old: Pages, new: Pages, pages_from: Sequence[int], pages_to: Sequence[int] | None, tokens: int) -> None:
@@ -83,7 +94,9 @@ def copy(old: Pages, new: Pages, pages_from: Sequence[int], pages_to: Sequence[i
     if pages_to is not None:
         small["pages_to"] = np.array(pages_to, np.int32)
     with launch.uploaded(small) as pointers:
-        blocks, params = pack(old, new, len(pages_from), tokens, pointers)
+        blocks, params = pack((old.k, new.k), (old.v, new.v), len(pages_from), tokens)
+        for name, address in pointers.items():
+            params[name] = address
         launch.launch(function, blocks, THREADS, 0, params, launch.stream_pointer(None))
 
 
