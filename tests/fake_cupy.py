@@ -323,6 +323,8 @@ def compute(name: str, p: np.ndarray) -> None:
     if p["upper_left"]:
         options["causal"] = "upper_left"
     index = index_arrays(p)
+    if "kv_start" in index and "kv_lengths" in index:  # clamped, as by the kernels
+        index["kv_start"] = np.minimum(index["kv_start"], index["kv_lengths"])
     if p["page_table"]:
         options["page_table"] = memory(p["page_table"], np.int32, (b, int(p["max_pages"])), (int(p["max_pages"]), 1))
     function, cu = cuflash.attention, []
