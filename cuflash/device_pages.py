@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,6 +22,7 @@ class DevicePages(PageArrays):
     def __init__(self, k_pages: Any, v_pages: Any, layout: Layout) -> None:
         super().__init__(k_pages, v_pages, layout)
         self.device = int(k_pages.device.id)  # type: ignore[misc]
+        self._ranges = [arrays.byte_range(self._view(pages)) for pages in (k_pages, v_pages)]
 
     @staticmethod
     def empty(shape: tuple[int, ...], dtype: np.dtype, device: int) -> Any:
@@ -31,20 +33,26 @@ class DevicePages(PageArrays):
             pages.data.memset_async(0, pages.nbytes)
         return pages
 
-    def write(self, held: list[Sequence[int]], begins: list[int], k: Any, v: Any, layers: slice) -> None:
+    def write(self, held: Sequence[array], begins: list[int], k: Any, v: Any, layers: slice) -> None:
         n, size = k.shape[2], self.page_size
         if not n or not held:
             return
-        # k and v may be views of these pages.
-        k, v = (x.copy() if any(arrays.overlap(self._view(x), a) for a in self._views(layers)) else x for x in (k, v))
-        first = [begin // size for begin in begins]
-        last = [-(-(begin + n) // size) for begin in begins]
-        table = np.full((len(held), max(b - a for a, b in zip(first, last, strict=True))), -1, np.int64)
-        for row, pages, a, b in zip(table, held, first, last, strict=True):
-            row[: b - a] = pages[a:b]
-        rows = np.array([begin - a * size for begin, a in zip(begins, first, strict=True)], np.int64)
+        places = [divmod(begin, size) for begin in begins]  # page and row of the first token
+        if n == 1:
+            table = [[pages[a]] for pages, (a, _) in zip(held, places, strict=True)]
+        else:
+            columns = max(-(-(row + n) // size) for _, row in places)
+            rows = [pages[a : a + columns].tolist() for pages, (a, _) in zip(held, places, strict=True)]
+            table = [row + [-1] * (columns - len(row)) for row in rows]  # in a sequence's last page the tokens end
+        in_page = [row for _, row in places]
         with launch.place(self.device, None):
-            cuda_pages.write(self._views(layers), cuda_pages.Pages(self._view(k), self._view(v)), table, rows)
+            tokens = [a if self._apart(a) else self._view(x.copy()) for x, a in ((x, self._view(x)) for x in (k, v))]
+            cuda_pages.write(self._views(layers), cuda_pages.Pages(*tokens), np.array(table, np.int32), np.array(in_page, np.int32))
+
+    def _apart(self, a: ArrayView) -> bool:
+        """Whether tokens lie outside the pages."""
+        begin, end = arrays.byte_range(a)
+        return all(end <= first or last <= begin for first, last in self._ranges)
 
     def read(self, pages: Sequence[int], length: int, layer: int | None) -> tuple[Any, Any]:
         layers, layered = self.layers(layer)

@@ -122,7 +122,7 @@ def _in_one_launch(outs: list, lses: list, layout: str, out: Any, lse: Any, comp
     if layout == "BHSD":
         axes = axes[0].replace("rh", "hr"), axes[1]
     with launch.place(first.device, None):
-        cuda_merge.run(views, lse_views, *(arrays.view(x, "out") for x in results), axes)
+        cuda_merge.run(views, lse_views, arrays.view(results[0], "out"), arrays.view(results[1], "lse"), axes)
         return _deliver(results[0], None if results[0] is out else out), _deliver(results[1], None if results[1] is lse else lse)
 
 

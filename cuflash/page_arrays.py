@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from typing import Any
 
@@ -68,7 +69,7 @@ class PageArrays:
             error = TypeError if a.kind != self.kind else ValueError
             raise error(f"{name}: in {arrays.where(a)}; the cache is in {where}")
 
-    def write(self, held: list[Sequence[int]], begins: list[int], k: Any, v: Any, layers: slice) -> None:
+    def write(self, held: Sequence[array], begins: list[int], k: Any, v: Any, layers: slice) -> None:
         """Store tokens (layers, B, n, Hkv, D) from position ``begins[b]`` of the sequence on that holds the pages ``held[b]``."""
         size, n = self.page_size, k.shape[2]
         # Plain lists: for the usual n of 1, an array operation for each sequence would cost ten times as much.

@@ -98,7 +98,8 @@ class Sequences:
             return list(self._lists), False
         if not isinstance(seqs, Iterable) or (isinstance(seqs, np.ndarray) and seqs.ndim == 0):
             return [self.id(seqs)], True
-        ids = [self.id(seq) for seq in seqs]
+        lists = self._lists
+        ids = [seq if type(seq) is int and seq in lists else self.id(seq) for seq in seqs]
         if distinct and len(set(ids)) != len(ids):
             raise ValueError(f"seqs: {Counter(ids).most_common(1)[0][0]} comes more than once; each may come once")
         return ids, False
@@ -148,20 +149,23 @@ class Sequences:
 
     def own(self, ids: list[int], begins: list[int], counts: list[int], what: str) -> None:
         """Give sequences pages of their own for tokens that will be written: new ones at the end, copies of shared ones."""
-        pool = self.pool
-        spans = [(self._lists[i].pages, begin, begin + n) for i, begin, n in zip(ids, begins, counts, strict=True)]
-        missing = [max(self.pages_for(end) - len(pages), 0) for pages, _, end in spans]
-        shared = [  # (page list, index into it)
-            (pages, j)
-            for pages, begin, end in spans
-            if end > begin
-            for j in range(begin // self.page_size, min(self.pages_for(end), len(pages)))
-            if pool.holders[pages[j]] > 1
-        ]
+        pool, size, holders = self.pool, self.page_size, self.pool.holders
+        missing: list[tuple[array, int]] = []  # (page list, how many)
+        shared: list[tuple[array, int]] = []  # (page list, index into it)
+        for i, begin, n in zip(ids, begins, counts, strict=True):
+            if n == 0:
+                continue
+            pages, stop = self._lists[i].pages, -(-(begin + n) // size)
+            held = len(pages)
+            if stop > held:
+                missing.append((pages, stop - held))
+            for j in range(begin // size, stop if stop < held else held):
+                if holders[pages[j]] > 1:
+                    shared.append((pages, j))
         # The last holder of a page keeps it, so a page that only these sequences hold needs one copy fewer.
         touched = Counter(pages[j] for pages, j in shared)
         copies = sum(count - (count == pool.holders[page]) for page, count in touched.items())
-        wanted = sum(missing) + copies
+        wanted = sum(n for _, n in missing) + copies
         if wanted > len(pool.free):
             raise CacheFullError(
                 f"{what} wants {wanted} pages ({copies} of them copies of shared pages), "
@@ -179,7 +183,7 @@ class Sequences:
             old = pages[j]
             (pages[j],) = pool.take(1)
             pool.release((old,))
-        for (pages, _, _), n in zip(spans, missing, strict=True):
+        for pages, n in missing:
             pages.extend(pool.take(n))
 
     def compact(self) -> int:

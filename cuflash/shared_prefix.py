@@ -195,6 +195,7 @@ class Call:
 
     def _merged(self, own: Problem) -> tuple[list[ArrayView], list[ArrayView]]:
         """Outputs (B, Sq, Hkv, G, Dv) and log-sum-exps (B, Hkv, G, Sq) of the two passes."""
+        assert own.out is not None and own.lse is not None
         group = own.group_size
         lead = (self.shape[0], own.batch, own.seqlen_q, group)
         outs = [_permuted(_as(self.out, (*lead, own.head_dim_v)), (1, 2, 0, 3, 4)), _split_heads(own.out, 2, group)]
@@ -211,6 +212,7 @@ class Call:
         for plan, problem in ((self.prefix_plan, self.prefix), (self.plan, own)):
             backends.load(plan.backend).run(plan, problem)  # type: ignore[union-attr]
         outs, lses = self._merged(own)
+        assert own.out is not None and own.lse is not None
         if own.q.device == HOST:
             out, lse = own.out.array, own.lse.array
             lses[0].array[own.kv_start == 0] = -np.inf
@@ -226,7 +228,8 @@ class Call:
     def prepare(self, ready: Problem) -> Callable | None:
         """The launches of ``run`` for calls that differ in addresses alone, all index arrays being on the device; see warm_decode.Launch."""
         own = ready.replace(lse=self.own_lse)
-        passes = []
+        assert own.out is not None
+        passes: list[Any] = []
         for plan, problem in ((self.prefix_plan, self.prefix), (self.plan, own)):
             backend: Any = backends.load(plan.backend)
             passes.append(backend.prepare(plan, problem) if hasattr(backend, "prepare") else None)

@@ -13,7 +13,7 @@ from ..types import Append, ArrayView, NoBackendError, Problem
 from . import cuda_append
 
 THREADS = 128  # of a block, PAGE_COPY_THREADS in page_copy.cu
-BITS = {2: np.dtype(np.float16), 4: np.dtype(np.float32), 8: np.dtype(np.float64)}  # the instance that moves numbers of so many bytes
+BITS: dict[int, np.dtype] = {2: np.dtype(np.float16), 4: np.dtype(np.float32), 8: np.dtype(np.float64)}  # the instance that moves numbers of so many bytes
 
 PAGE_STRIDES = np.dtype((np.int64, 5))  # layer, page, token, head, column, in bytes
 # PageCopyParams of page_copy.cu.
@@ -103,36 +103,44 @@ def copy(old: Pages, new: Pages, pages_from: Sequence[int], pages_to: Sequence[i
 def write(pages: Pages, tokens: Pages, table: np.ndarray, begins: np.ndarray) -> None:
     """Store tokens (layers, B, n, heads, columns) from row ``begins[b]`` of the pages ``table[b]`` on, on CuPy's current stream.
 
+    ``table`` and ``begins`` are int32.
+
     Raises
     ------
     NoBackendError
         If the kernel cannot run; nothing is written.
     """
-    layers = pages.k.shape[0]
-    folded = [_folded(a) for a in (*pages, *tokens)]
-    if layers > 1 and all(a is not None for a in folded):  # layers are nothing but more pages, and more sequences
-        table = (table + pages.k.shape[1] * np.arange(layers)[:, None, None]).reshape(-1, table.shape[1])
-        _append(folded, table, np.tile(begins, layers))  # type: ignore[arg-type]
-        return
-    for n in range(layers):
-        _append([_layer(a, n) for a in (*pages, *tokens)], table, begins)
+    layers, views = pages.k.shape[0], (*tokens, *pages)
+    folded = [_folded(a) for a in views] if layers > 1 else [None]
+    parts: list[Any] = [folded]
+    if None in folded:
+        parts = [[_layer(a, n) for a in views] for n in range(layers)]
+    else:  # layers are nothing but more pages, and more sequences
+        table = (table + pages.k.shape[1] * np.arange(layers, dtype=np.int32)[:, None, None]).reshape(-1, table.shape[1])
+        begins = np.tile(begins, layers)
+    with launch.uploaded({"begins": begins, "table": table}) as at:
+        for part in parts:
+            forms = tuple((a.shape, a.strides, a.dtype.itemsize, a.pointer % 16) for a in part)
+            k_new, v_new, k, v = (a.pointer for a in part)
+            append_launch(forms, table.shape[1], pages.k.device)(0, k_new, v_new, 0, 0, at["begins"], at["table"], 0, k, v, 0)
 
 
-def _append(views: list[ArrayView], table: np.ndarray, begins: np.ndarray) -> None:
-    """One launch of kv_append.cu on the (pages, page_size, ...) and (B, n, ...) of one layer."""
-    k, v, k_new, v_new = (
-        ArrayView(a.array, a.pointer, a.shape, a.strides, BITS[a.dtype.itemsize], a.kind, a.device) for a in views
-    )
+@functools.lru_cache(maxsize=256)
+def append_launch(forms: tuple, columns: int, ordinal: int) -> launch.Prepared:
+    """The launch of kv_append.cu on tokens (B, n, ...) and pages (pages, page_size, ...) that lie so; see `cuda_append.prepare`."""
+    k_new, v_new, k, v = (ArrayView(None, place, shape, strides, BITS[item], "cupy", ordinal) for shape, strides, item, place in forms)
+    batch = k_new.shape[0]
     problem = Problem(
-        q=k_new, k=k, v=v, batch=k_new.shape[0], heads_q=k.shape[2], heads_kv=k.shape[2], head_dim=k.shape[3], head_dim_v=v.shape[3],
-        seqlen_q=k_new.shape[1], seqlen_k=table.shape[1] * k.shape[1], page_table=table, page_size=k.shape[1],
+        q=k_new, k=k, v=v, batch=batch, heads_q=k.shape[2], heads_kv=k.shape[2], head_dim=k.shape[3], head_dim_v=v.shape[3],
+        seqlen_q=k_new.shape[1], seqlen_k=columns * k.shape[1], page_table=np.empty((batch, columns), np.int32), page_size=k.shape[1],
     )
-    new = Append(begins, k_new, v_new)
+    new = Append(np.empty(batch, np.int32), k_new, v_new)
     reason = cuda_append.decline(problem, new)
     if reason is not None:
         raise NoBackendError(f"tokens cannot be written to the pages: {reason}")
-    with cuda_append.appended(problem, new):
-        pass
+    found = cuda_append.prepare(problem, new, problem)
+    assert found is not None
+    return found
 
 
 def _folded(a: ArrayView) -> ArrayView | None:
