@@ -91,7 +91,7 @@ class PagedKVCache:
             b = batch.layer(i)
             x = layer.finish(x, cuflash.decode(q, b.k_pages, b.v_pages, b.kv_lengths, page_table=b.page_table))
 
-    ``decode`` can write the new tokens itself: then the lengths it takes are those that ``reserve`` returned, and
+    ``decode`` can write the new tokens itself: then the lengths it takes are those without them, of ``cache.batch(seqs, reserved=1)``, and
     ``k_new=k, v_new=v`` stand in for ``write``.
     """
 
@@ -321,10 +321,10 @@ class PagedKVCache:
         """
         with self._lock:
             ids, _ = self._sequences.ids(seqs)
-            table, lengths = self._sequences.table(ids, max_pages), self._lengths_before(ids, reserved)
             rows = len(ids) if max_sequences is None else checks.integer(max_sequences, "max_sequences", len(ids))
-            (memory,) = self._stored.index_arrays(page_table=paged_batch.numbers(table, lengths, rows, self.page_size))
-            return PagedBatch.over(self.k_pages, self.v_pages, self.layout, memory, rows, table.shape[1])
+            numbers, columns = paged_batch.numbers(self._sequences, ids, rows, max_pages, reserved)
+            (memory,) = self._stored.index_arrays(page_table=numbers)
+            return PagedBatch.over(self.k_pages, self.v_pages, self.layout, memory, rows, columns)
 
     def refresh(self, batch: PagedBatch, seqs: int | Iterable[int] | None = None, *, reserved: int = 0) -> None:
         """Bring a batch up to date in place: for sequences that grew, were truncated, forked or moved, or for others than before.
@@ -352,16 +352,7 @@ class PagedKVCache:
             longest = max(map(len, self._sequences.held(ids)), default=0)
             if longest > columns:
                 raise ValueError(f"seqs: a sequence of {longest} pages; the batch's table has {columns} columns, make it with max_pages")
-            table, lengths = self._sequences.table(ids, columns), self._lengths_before(ids, reserved)
-            self._stored.refill(batch.memory, paged_batch.numbers(table, lengths, rows, self.page_size))
-
-    def _lengths_before(self, ids: list[int], reserved: int) -> list[int]:
-        """Lengths of sequences without their last ``reserved`` tokens."""
-        reserved = checks.integer(reserved, "reserved", 0)
-        lengths = self._sequences.lengths(ids)
-        if reserved > min(lengths, default=reserved):
-            raise ValueError(f"reserved: {reserved} tokens; sequence {ids[int(np.argmin(lengths))]} has {min(lengths)}")
-        return [length - reserved for length in lengths]
+            self._stored.refill(batch.memory, paged_batch.numbers(self._sequences, ids, rows, columns, reserved)[0])
 
     def page_table(self, seqs: int | Iterable[int] | None = None, *, max_pages: int | None = None) -> Any:
         """The pages of some sequences (all if not given).

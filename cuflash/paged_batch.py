@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from . import checks
+from .pages import NO_PAGE, Sequences
 from .types import Layout
 
 
@@ -56,15 +57,24 @@ class PagedBatch:
         return replace(self, k_pages=self.k_pages[index], v_pages=self.v_pages[index])
 
 
-def numbers(table: np.ndarray, lengths: list[int], rows: int, page_size: int) -> np.ndarray:
-    """Page table (rows, columns), lengths (rows,) and prefix lengths (rows,), one behind the other; ``table`` may have fewer rows."""
+def numbers(sequences: Sequences, ids: list[int], rows: int, max_pages: int | None, reserved: int) -> tuple[np.ndarray, int]:
+    """Page table (rows, columns), lengths (rows,) and prefix lengths (rows,), one behind the other; and the number of columns.
+
+    The sequences come first; other rows are empty. Lengths are without the last ``reserved`` tokens.
+    """
+    table = sequences.table(ids, max_pages)
+    reserved = checks.integer(reserved, "reserved", 0)
+    lengths = sequences.lengths(ids)
+    if reserved > min(lengths, default=reserved):
+        raise ValueError(f"reserved: {reserved} tokens; sequence {ids[int(np.argmin(lengths))]} has {min(lengths)}")
+    lengths = [length - reserved for length in lengths]
     count, columns = table.shape
     values = np.zeros(rows * (columns + 2), np.int32)
-    values[: rows * columns].reshape(rows, columns)[...] = -1
     values[: count * columns] = table.ravel()
+    values[count * columns : rows * columns] = NO_PAGE
     values[rows * columns :][:count] = lengths
-    values[rows * (columns + 1) :][:count] = _common(table, lengths, page_size)
-    return values
+    values[rows * (columns + 1) :][:count] = _common(table, lengths, sequences.page_size)
+    return values, columns
 
 
 def _common(table: np.ndarray, lengths: list[int], page_size: int) -> int:

@@ -9,7 +9,7 @@ import re
 
 import pytest
 from cuflash import jit
-from cuflash.backends import cuda, cuda_append, cuda_decode, cuda_fa1, cuda_fp
+from cuflash.backends import cuda, cuda_append, cuda_decode, cuda_fa1, cuda_fp, cuda_merge, cuda_pages
 
 pytestmark = pytest.mark.skipif(jit.why_unusable() is not None, reason=f"kernels cannot be compiled here: {jit.why_unusable()}")
 
@@ -87,13 +87,14 @@ def test_one_instance_in_float32_and_float64_for_every_other_gpu(arch, dtype):
 
 
 @pytest.mark.parametrize("arch", [*WHOLE, *ONE_EACH])
-def test_the_kernel_that_appends(arch):
-    sources = list(cuda_append.instances(arch))
-    assert len(sources) == 3 + (arch != "sm_75")
-    for source in sources:
-        text = jit.compile_cubin(source, arch)[1]
-        assert re.search("0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads", text) and "warning" not in text.lower(), text
-        assert int(re.search(r"Used (\d+) registers", text)[1]) * cuda_append.THREADS * 8 <= REGISTERS_SM, text
+def test_the_kernels_that_append_copy_and_merge(arch):
+    for module, count in ((cuda_append, 4), (cuda_merge, 4), (cuda_pages, 1)):
+        sources = list(module.instances(arch))
+        assert len(sources) == count - (arch == "sm_75" and count == 4)  # bfloat16 came with sm_80
+        for source in sources:
+            text = jit.compile_cubin(source, arch)[1]
+            assert re.search("0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads", text) and "warning" not in text.lower(), text
+            assert int(re.search(r"Used (\d+) registers", text)[1]) * module.THREADS * 8 <= REGISTERS_SM, text
 
 
 @pytest.mark.parametrize("as_arch", ["sm_75", "sm_80", "sm_86"])
