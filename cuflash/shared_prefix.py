@@ -86,14 +86,16 @@ def decode_shared_prefix(
     problem = problem.replace(kv_start=indices.per_sequence(prefix_lengths, "prefix_lengths", problem, *indices.capacity(problem)))
     least = _least(problem)
     _check(problem, 0 if append is None else append.count, least)
+    if 0 in problem.q.shape[:3]:  # there is nothing to share
+        results = {"k_new": k_new, "v_new": v_new, "rope": rope, "out": out, "lse": lse, "return_lse": return_lse, "layout": layout}
+        return api.decode(q, k_cache, v_cache, kv_lengths, page_table=page_table, **results, **options)
     with launch.place(problem.q.device, problem.stream), contextlib.ExitStack() as stack:
         problem, out, lse = problems.with_outputs(problem, out, lse, return_lse, layout, np.ndim(q), append)
-        if 0 not in problem.q.shape[:3]:
-            call = Call(stack, problem, least)
-            with backends.appended(call.plan, problem, append) as ready:
-                if signed is not None:
-                    warm_decode.keep(signed, call.plan, problem, append, ready, (out, lse, return_lse), given, call.prepare)
-                call.run(ready)
+        call = Call(stack, problem, least)
+        with backends.appended(call.plan, problem, append) as ready:
+            if signed is not None:
+                warm_decode.keep(signed, call.plan, problem, append, ready, (out, lse, return_lse), given, call.prepare)
+            call.run(ready)
     return (out, lse) if return_lse else out
 
 
@@ -155,6 +157,10 @@ class Call:
 
     def __init__(self, stack: contextlib.ExitStack, problem: Problem, least: int):
         self.least = least
+        if problem.q.device != HOST:
+            reason = cuda_merge.decline(problem.out_dtype, problem.q.device, 2, problem.compute_dtype)
+            if reason is not None:
+                raise NoBackendError(f"decode_shared_prefix() merges two results by a kernel that cannot run: {reason}")
         rows = problem.batch * problem.seqlen_q * problem.group_size
         self.shape = problem.heads_kv, rows
         like = problem.q

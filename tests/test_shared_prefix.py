@@ -138,9 +138,27 @@ def test_empty_sequences_and_empty_batches():
     got, _ = batch.shared([16, 0, 16])
     check(got, batch.plain(backend="reference")[0], F32)
     assert not got[0][1].any() and got[1][1].ravel().tolist() == [0.0, -3.0, 9.0, 1.0]
+    none = Batch(rows=0, lengths=(20, 18))
+    tokens = {name: np.ones((2, 1, 2, n), F32) for name, n in (("k_new", 16), ("v_new", 8))}
+    got, caches = none.shared(**tokens)
+    assert got[0].shape == (2, 0, 4, 8) and (caches[0][none.options["page_table"][0, 5], 0] == 1).all()  # appended nevertheless
     empty = np.empty((0, 1, 4, 16), F32)
     pages = np.empty((3, 4, 2, 16), F32)
     assert cuflash.decode_shared_prefix(empty, pages, pages, [], 4, page_table=np.empty((0, 2), int)).shape == empty.shape
+
+
+@pytest.mark.torch
+def test_arrays_of_another_library():
+    torch = pytest.importorskip("torch")
+    batch = Batch(new=1)
+    want, caches = batch.shared()
+    there = {name: torch.from_numpy(x.copy()) for name, x in batch.options.items() if isinstance(x, np.ndarray)}
+    q, k, v = (torch.from_numpy(a.copy()) for a in batch.arrays)
+    for prefix in (PREFIX, torch.full((4,), PREFIX), [PREFIX] * 4):
+        out, lse = cuflash.decode_shared_prefix(q, k, v, torch.tensor(batch.lengths), prefix, return_lse=True, **there)
+        assert isinstance(out, torch.Tensor) and isinstance(lse, torch.Tensor)
+        compare.assert_same_bits(out.numpy(), want[0], "out")
+        compare.assert_same_bits(k.numpy(), caches[0], "cache")
 
 
 def test_a_key_that_nobody_may_see_never_matters():
