@@ -113,7 +113,8 @@ def _in_one_launch(outs: list, lses: list, layout: str, out: Any, lse: Any, comp
     if any(x.dtype != compute for x in lses) or cuda_merge.decline(first.dtype, first.device, len(outs), compute) is not None:
         return None
     results = []
-    for buffer, name, shape, dtype, same in ((out, "out", first.shape, first.dtype, views), (lse, "lse", lses[0].shape, compute, lse_views)):
+    wanted = (out, "out", first.shape, first.dtype, views), (lse, "lse", lses[0].shape, compute, lse_views)
+    for buffer, name, shape, dtype, same in wanted:
         if buffer is None or not _in_place(arrays.view(buffer, name), same, [*views, *lse_views]):
             results.append(arrays.empty(shape, dtype, first))
         else:

@@ -103,7 +103,8 @@ def _refuse(options: dict[str, Any]) -> None:
     """Raise for options that a shared prefix does not go with."""
     for name in NOT_SHARED:
         if options.get(name) is not None:
-            raise ValueError(f"{name}: must be None; decode_shared_prefix() has one problem for queries at different positions, use decode()")
+            why = "decode_shared_prefix() has one problem for queries at different positions"
+            raise ValueError(f"{name}: must be None; {why}, use decode()")
     if options.get("causal") == "upper_left":
         raise ValueError("causal: 'upper_left' puts queries at the first keys; allowed are False, True and 'bottom_right'")
     if options.get("batch_invariant"):
@@ -188,8 +189,8 @@ class Call:
             one = whole.replace(seqlen_q=1, heads_q=heads * rows, kernel="decode", **views)
             with contextlib.suppress(NoBackendError):
                 return planner.choose(one), one
-        views = {"q": _as(self.q, (1, heads, rows, -1), 1), "out": _as(self.out, (1, heads, rows, -1), 1), "lse": _as(self.lse, (1, heads, rows))}
-        many = whole.replace(seqlen_q=rows, heads_q=heads, **views)
+        q, out = (_permuted(_as(a, (1, heads, rows, -1)), (0, 2, 1, 3)) for a in (self.q, self.out))
+        many = whole.replace(seqlen_q=rows, heads_q=heads, q=q, out=out, lse=_as(self.lse, (1, heads, rows)))
         return planner.choose(many), many
 
     def _moved(self, own: Problem) -> tuple[ArrayView, ArrayView]:
@@ -232,7 +233,7 @@ class Call:
         return cuda_merge.Shared(known["kv_start"], narrow["kv_start"], known["kv_lengths"], narrow["kv_lengths"], self.least)
 
     def prepare(self, ready: Problem) -> Callable | None:
-        """The launches of ``run`` for calls that differ in addresses alone, all index arrays being on the device; see warm_decode.Launch."""
+        """The launches of ``run`` for calls that differ in addresses alone, with all index arrays on the device; see warm_decode.Launch."""
         own = ready.replace(lse=self.own_lse)
         assert own.out is not None
         passes: list[Any] = []
@@ -262,16 +263,10 @@ class Call:
         return attend
 
 
-def _as(a: ArrayView, shape: tuple[int, ...], swapped: int | None = None) -> ArrayView:
-    """Contiguous memory by another shape, whose -1 stands for the last axis; axes ``swapped`` and the next are then exchanged."""
+def _as(a: ArrayView, shape: tuple[int, ...]) -> ArrayView:
+    """Contiguous memory by another shape, whose -1 stands for the last axis."""
     shape = tuple(a.shape[-1] if n == -1 else n for n in shape)
-    strides = tuple(a.dtype.itemsize * math.prod(shape[n + 1 :]) for n in range(len(shape)))
-    view = arrays.strided(a, shape, strides)
-    if swapped is None:
-        return view
-    axes = list(range(len(shape)))
-    axes[swapped], axes[swapped + 1] = swapped + 1, swapped
-    return _permuted(view, tuple(axes))
+    return arrays.strided(a, shape, tuple(a.dtype.itemsize * math.prod(shape[n + 1 :]) for n in range(len(shape))))
 
 
 def _permuted(a: ArrayView, axes: tuple[int, ...]) -> ArrayView:

@@ -364,7 +364,8 @@ def pretended_gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
     runtime.getDevice, runtime.getDeviceCount = lambda: fake.current().device, lambda: 2
     runtime.memcpyDeviceToDevice = 3
     runtime.memcpyAsync = lambda target, source, size, kind, stream: ctypes.memmove(target, source, size)
-    cupy.lib = SimpleNamespace(stride_tricks=SimpleNamespace(as_strided=lambda a, shape, strides: a._view(as_strided(a.host, shape, strides))))
+    tricks = SimpleNamespace(as_strided=lambda a, shape, strides: a._view(as_strided(a.host, shape, strides)))
+    cupy.lib = SimpleNamespace(stride_tricks=tricks)
     runtime.streamIsCapturing = lambda stream: fake.capturing
     runtime.mallocAsync, runtime.freeAsync = fake.malloc, fake.free
     cupy_cuda.Device = lambda ordinal: fake.using(device=ordinal)

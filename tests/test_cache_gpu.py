@@ -1,4 +1,4 @@
-"""PagedKVCache, decode_shared_prefix and merge_states on a GPU: the same bytes as on the host, graphs that follow a batch, streams, threads."""
+"""PagedKVCache, decode_shared_prefix and merge_states on a GPU: the same as on the host, graphs that follow a batch, streams, threads."""
 
 from __future__ import annotations
 
@@ -91,7 +91,8 @@ def test_a_graph_follows_a_batch(shared):
         extra = (batch.prefix_lengths,) if shared else ()
 
         def call() -> None:
-            function(q, batch.k_pages, batch.v_pages, batch.kv_lengths, *extra, page_table=batch.page_table, k_new=new[0], v_new=new[1], out=out)
+            options = {"page_table": batch.page_table, "k_new": new[0], "v_new": new[1], "out": out}
+            function(q, batch.k_pages, batch.v_pages, batch.kv_lengths, *extra, **options)
 
         s.cache.reserve(first, 1)
         s.cache.refresh(batch, [first], reserved=1)

@@ -52,7 +52,8 @@ class Parts:
 def merged(emulator: Any, parts: Parts, arch: int = 800, in_place: bool = False, shared: Any = None, side: str = "end") -> tuple:
     """The results of the kernel."""
     dtype = parts.outs[0].dtype
-    given = {f"{name}{n}": guarded(a, name, side, writable=in_place) for name in ("outs", "lses") for n, a in enumerate(getattr(parts, name))}
+    arrays_of = {"outs": parts.outs, "lses": parts.lses}
+    given = {f"{name}{n}": guarded(a, name, side, writable=in_place) for name, found in arrays_of.items() for n, a in enumerate(found)}
     results = {"out": np.full_like(parts.outs[0], np.nan), "lse": np.full_like(parts.lses[0], np.nan)}
     made = {name: guarded(a, name, side, writable=True) for name, a in results.items()}
     if in_place:
@@ -119,10 +120,10 @@ def test_heads_in_groups(emulator):
     parts = Parts(2, F32, (2, 3, 4, 8))
     want = merge_states(parts.outs, parts.lses)
     outs = [np.ascontiguousarray(o.reshape(2, 3, 2, 2, 8).transpose(2, 0, 1, 3, 4)).transpose(1, 2, 0, 3, 4) for o in parts.outs]
-    parts.outs, parts.lses = outs, [np.ascontiguousarray(x.reshape(2, 2, 2, 3).transpose(1, 2, 0, 3)).transpose(2, 0, 1, 3) for x in parts.lses]
+    lses = [np.ascontiguousarray(x.reshape(2, 2, 2, 3).transpose(1, 2, 0, 3)).transpose(2, 0, 1, 3) for x in parts.lses]
     results = np.full((2, 3, 4, 8), np.nan, F32), np.full((2, 4, 3), np.nan, F32)
     made = [guarded(a, "result", writable=True) for a in results]
-    given = [[guarded(a, "part") for a in x] for x in (parts.outs, parts.lses)]
+    given = [[guarded(a, "part") for a in x] for x in (outs, lses)]
     blocks, params = cuda_merge.pack(*([a.view for a in x] for x in given), *(a.view for a in made), ("brhc", "bhr"))
     library = emulator.prepare_source(cuda_merge.source("float32"), "MergeParams", 800).result()
     memory = {f"{n}": a for n, a in enumerate([*given[0], *given[1], *made])}

@@ -17,9 +17,9 @@ PARTS, THREADS = 16, 128  # MERGE_PARTS and MERGE_THREADS in merge_states.cu
 # MergeParams of merge_states.cu.
 PARAMS = np.dtype(
     [
-        ("outs", (np.uint64, PARTS)), ("lses", (np.uint64, PARTS)), *((name, np.uint64) for name in ("out", "lse", "shared", "lengths")),
+        *((name, (np.uint64, PARTS)) for name in ("outs", "lses")), *((name, np.uint64) for name in ("out", "lse", "shared", "lengths")),
         ("out_strides", (launch.STRIDES, PARTS)), ("lse_strides", (launch.STRIDES, PARTS)),
-        ("out_stride", launch.STRIDES), ("lse_stride", launch.STRIDES), ("out_groups", (np.int64, PARTS)), ("lse_groups", (np.int64, PARTS)),
+        *((name, launch.STRIDES) for name in ("out_stride", "lse_stride")), *((name, (np.int64, PARTS)) for name in ("out_groups", "lse_groups")),
         *((name, np.int32) for name in ("parts", "batch", "rows", "heads", "head_dim", "group", "least", "shared_i32", "lengths_i32")),
     ],
     align=True,

@@ -13,7 +13,8 @@ from ..types import Append, ArrayView, NoBackendError, Problem
 from . import cuda_append
 
 THREADS = 128  # of a block, PAGE_COPY_THREADS in page_copy.cu
-BITS: dict[int, np.dtype] = {2: np.dtype(np.float16), 4: np.dtype(np.float32), 8: np.dtype(np.float64)}  # the instance that moves numbers of so many bytes
+# The instance that moves numbers of so many bytes.
+BITS: dict[int, np.dtype] = {2: np.dtype(np.float16), 4: np.dtype(np.float32), 8: np.dtype(np.float64)}
 
 PAGE_STRIDES = np.dtype((np.int64, 5))  # layer, page, token, head, column, in bytes
 # PageCopyParams of page_copy.cu.
