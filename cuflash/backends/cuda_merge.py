@@ -18,8 +18,9 @@ PARTS, THREADS = 16, 128  # MERGE_PARTS and MERGE_THREADS in merge_states.cu
 PARAMS = np.dtype(
     [
         *((name, (np.uint64, PARTS)) for name in ("outs", "lses")), *((name, np.uint64) for name in ("out", "lse", "shared", "lengths")),
-        ("out_strides", (launch.STRIDES, PARTS)), ("lse_strides", (launch.STRIDES, PARTS)),
-        *((name, launch.STRIDES) for name in ("out_stride", "lse_stride")), *((name, (np.int64, PARTS)) for name in ("out_groups", "lse_groups")),
+        *((name, (launch.STRIDES, PARTS)) for name in ("out_strides", "lse_strides")),
+        *((name, launch.STRIDES) for name in ("out_stride", "lse_stride")),
+        *((name, (np.int64, PARTS)) for name in ("out_groups", "lse_groups")),
         *((name, np.int32) for name in ("parts", "batch", "rows", "heads", "head_dim", "group", "least", "shared_i32", "lengths_i32")),
     ],
     align=True,
