@@ -378,5 +378,10 @@ def pretended_gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
     monkeypatch.setattr(jit, "function", fake.function)
     monkeypatch.setattr(launch, "by_value", lambda params: params)
     monkeypatch.setattr(cuda, "unusable", lambda: None)
+    kept = cuda_pages.append_launch, cuda_merge.merge_launch  # launches that another GPU must not find
+    for launches in kept:
+        launches.cache_clear()
     with fake.using(device=0, stream=0):
         yield fake
+    for launches in kept:
+        launches.cache_clear()

@@ -9,15 +9,12 @@ from fake_cupy import FakeArray, pretended_gpus
 
 import cuflash
 from cuflash import PagedKVCache
-from cuflash.backends import cuda_pages
 
 
 @pytest.fixture
 def gpu(monkeypatch):
-    cuda_pages.append_launch.cache_clear()
     with pretended_gpus(monkeypatch) as fake:
         yield fake
-    cuda_pages.append_launch.cache_clear()
 
 
 def there(a):

@@ -108,16 +108,28 @@ def run(
     shared: Shared | None = None,
 ) -> None:
     """Merge on CuPy's current stream; out and lse may be of the arrays that come in, but must not overlap them otherwise."""
-    blocks, params = pack(outs, lses, out, lse, axes, shared)
-    function = jit.function(source(name_of(out.dtype)), out.device)
-    launch.launch(function, blocks, THREADS, 0, params, launch.stream_pointer(None))
+    index = (0, 0) if shared is None else (shared.lengths, shared.all_lengths)
+    at = addresses([a.pointer for a in outs], [a.pointer for a in lses], out.pointer, 0 if lse is None else lse.pointer, *index)
+    if 0 not in out.shape:
+        prepare(outs, lses, out, lse, axes, shared)(*at)
 
 
-def prepare(*arguments: Any) -> launch.Prepared:
+def prepare(
+    outs: Sequence[ArrayView], lses: Sequence[ArrayView], out: ArrayView, lse: ArrayView | None, axes: tuple[str, str],
+    shared: Shared | None = None,
+) -> launch.Prepared:
     """The launch of `run` for calls that differ in addresses alone: those of ``addresses``."""
-    blocks, params = pack(*arguments)
-    out: ArrayView = arguments[2]
-    return launch.Prepared([launch.Step(jit.function(source(name_of(out.dtype)), out.device), blocks, THREADS)], params, 2 * PARTS + 4)
+    forms = tuple(None if a is None else (a.shape, a.strides, a.dtype) for a in (out, lse, *outs, *lses))
+    return merge_launch(forms, axes, None if shared is None else shared._replace(lengths=0, all_lengths=0), out.device)
+
+
+@functools.lru_cache(maxsize=256)
+def merge_launch(forms: tuple, axes: tuple[str, str], shared: Shared | None, ordinal: int) -> launch.Prepared:
+    out, lse, *parts = (None if form is None else ArrayView(None, 0, *form, "cupy", ordinal) for form in forms)
+    half = len(parts) // 2
+    blocks, params = pack(parts[:half], parts[half:], out, lse, axes, shared)  # type: ignore[arg-type]
+    function = jit.function(source(name_of(out.dtype)), ordinal)  # type: ignore[union-attr]
+    return launch.Prepared([launch.Step(function, blocks, THREADS)], params, 2 * PARTS + 4)
 
 
 def addresses(outs: Sequence[int], lses: Sequence[int], out: int, lse: int, shared: int, lengths: int) -> tuple[int, ...]:
