@@ -125,10 +125,11 @@ def prepare(
 
 @functools.lru_cache(maxsize=256)
 def merge_launch(forms: tuple, axes: tuple[str, str], shared: Shared | None, ordinal: int) -> launch.Prepared:
-    out, lse, *parts = (None if form is None else ArrayView(None, 0, *form, "cupy", ordinal) for form in forms)
+    views: list[Any] = [None if form is None else ArrayView(None, 0, form[0], form[1], form[2], "cupy", ordinal) for form in forms]
+    out, lse, *parts = views
     half = len(parts) // 2
-    blocks, params = pack(parts[:half], parts[half:], out, lse, axes, shared)  # type: ignore[arg-type]
-    function = jit.function(source(name_of(out.dtype)), ordinal)  # type: ignore[union-attr]
+    blocks, params = pack(parts[:half], parts[half:], out, lse, axes, shared)
+    function = jit.function(source(name_of(out.dtype)), ordinal)
     return launch.Prepared([launch.Step(function, blocks, THREADS)], params, 2 * PARTS + 4)
 
 
