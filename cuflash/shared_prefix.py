@@ -74,9 +74,13 @@ def decode_shared_prefix(
     if np.ndim(prefix_lengths) == 0 and not arrays.on_device(prefix_lengths):
         prefix_lengths = np.full(q.shape[0], checks.integer(prefix_lengths, "prefix_lengths", 0))
     given, starts = (out, lse), {**options, "kv_start": prefix_lengths}
-    signed = warm_decode.signature(q, k_cache, v_cache, kv_lengths, page_table, k_new, v_new, rope, None, layout, starts)
+    signed = warm_decode.signature(
+        q, k_cache, v_cache, kv_lengths, page_table, layout, starts, k_new=k_new, v_new=v_new, rope=rope,
+    )
+    if signed is not None and signed.lengths is not None:  # `Call.prepare` wants them on the device
+        signed = None
     if signed is not None:
-        signed = ("shared prefix", signed[0]), signed[1]
+        signed = signed._replace(key=("shared prefix", signed.key))
         results = warm_decode.run(signed, out, lse, return_lse, options.get("stream"))
         if results is not None:
             return results
