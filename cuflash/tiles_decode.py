@@ -86,8 +86,7 @@ PAGED: dict[int, DecodeTile] = {64: DecodeTile(16, 128, 8, 1, 0), 128: DecodeTil
 def stages(tile: DecodeTile, d: int, dv: int, memory: int) -> int:
     """Stages that fit so many bytes of shared memory, at most MOST_STAGES."""
     fixed = tile._replace(stages=0).shared_memory(d, dv)
-    most = MOST_STAGES + 2 * tile.wgmma  # whose workers still read one or two
-    return min(most, (memory - fixed) // (tile._replace(stages=1).shared_memory(d, dv) - fixed))
+    return min(MOST_STAGES, (memory - fixed) // (tile._replace(stages=1).shared_memory(d, dv) - fixed))
 
 
 def fit(tile: DecodeTile, d: int, dv: int, info: DeviceInfo) -> DecodeTile | None:
