@@ -32,6 +32,8 @@ class PagedBatch:
         the first on. 0 for rows without a sequence, and where there is but one sequence.
     layout : str
         "BSHD" or "BHSD".
+    memory : ndarray
+        (B * (max_pages + 2),) int32, of which the three index arrays are views: what ``refresh`` fills.
     """
 
     k_pages: Any = field(repr=False)
@@ -40,7 +42,7 @@ class PagedBatch:
     kv_lengths: Any
     prefix_lengths: Any
     layout: Layout = "BSHD"
-    memory: Any = field(default=None, repr=False)  # that the three index arrays are views of
+    memory: Any = field(default=None, repr=False)
 
     @classmethod
     def over(cls, k_pages: Any, v_pages: Any, layout: Layout, memory: Any, rows: int, columns: int) -> PagedBatch:

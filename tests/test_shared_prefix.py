@@ -170,6 +170,30 @@ def test_a_key_that_nobody_may_see_never_matters():
     assert np.isnan(got[[0, 2, 3]]).all() and np.isfinite(got[1]).all()
 
 
+@pytest.mark.parametrize("rows", [1, 3])
+def test_infinite_logits_and_nan(rows):
+    """NaN in a query makes its row NaN and no other; an infinite logit the rows that see it, in out and in the log-sum-exp."""
+    batch = Batch(rows=rows, causal=True, lengths=(19, 21, 28, 20))
+    batch.arrays[0][1, 0, 2] = np.nan
+    (out, lse), _ = batch.shared()
+    wrong = np.zeros((4, rows, 4), bool)
+    wrong[1, 0, 2] = True
+    np.testing.assert_array_equal(np.isnan(out).all(-1), wrong)
+    np.testing.assert_array_equal(np.isnan(lse.swapaxes(1, 2)), wrong)
+    np.testing.assert_array_equal(np.isnan(out).any(-1), wrong)
+
+    batch = Batch(rows=rows, causal=True, lengths=(19, 21, 28, 20))
+    table, k = batch.options["page_table"], batch.arrays[1]
+    batch.arrays[0][...] = np.abs(batch.arrays[0])
+    k[table[0, 1], 2, 1] = np.inf  # of the prefix, key/value head 1
+    k[table[3, 4], 0, 0] = np.inf  # of sequence 3 alone, its key 16, head 0
+    (out, lse), _ = batch.shared([16, 16, 0, 16])
+    want, _ = batch.plain(backend="reference")
+    for mine, other in ((out, want[0]), (lse, want[1])):
+        np.testing.assert_array_equal(np.isnan(mine), np.isnan(other))
+    assert np.isnan(lse[:, 2:]).all() and np.isnan(lse[3]).all() and np.isfinite(lse[:3, :2]).all()
+
+
 def test_results_in_the_user_s_buffers():
     batch = Batch(dtype=F16)
     want, _ = batch.shared()

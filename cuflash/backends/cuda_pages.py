@@ -13,6 +13,7 @@ from ..types import Append, ArrayView, NoBackendError, Problem
 from . import cuda_append
 
 THREADS = 128  # of a block, PAGE_COPY_THREADS in page_copy.cu
+INT32_MAX = 2**31 - 1
 # The instance that moves numbers of so many bytes.
 BITS: dict[int, np.dtype] = {2: np.dtype(np.float16), 4: np.dtype(np.float32), 8: np.dtype(np.float64)}
 
@@ -112,7 +113,8 @@ def write(pages: Pages, tokens: Pages, table: np.ndarray, begins: np.ndarray) ->
         If the kernel cannot run; nothing is written.
     """
     layers, views = pages.k.shape[0], (*tokens, *pages)
-    folded = [_folded(a) for a in views] if layers > 1 else [None]
+    can_fold = 1 < layers <= INT32_MAX // pages.k.shape[1]  # numbers of pages are int32
+    folded = [_folded(a) for a in views] if can_fold else [None]
     parts: list[Any] = [folded]
     if None in folded:
         parts = [[_layer(a, n) for a in views] for n in range(layers)]
