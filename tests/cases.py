@@ -405,6 +405,8 @@ DECODE = tuple(
     case("decode-empty-cache", "2,1,70,4,2,8", decode=True, kv_lengths=(0, 7)),
     case("decode-window-sinks", "2,1,200,4,2,16", fixed(window=(64, 0)), sinks, decode=True, kv_lengths=(200, 30)),
     case("decode-long", "1,1,4100,8,1,64", decode=True, kv_lengths=(4099,)),
+    case("decode-group-of-100", "3,1,400,100,1,64", sinks, decode=True, kv_lengths=(400, 66, 0)),
+    case("decode-group-of-128-pages", "2,1,400,256,2,72", fixed(softcap=5.0), decode=True, page_size=16, kv_lengths=(400, 17)),
     case("decode-transposed-new", "2,3,70,4,2,8", causal, decode=True, new=3, strides="transposed", kv_lengths=(70, 3)),
     *(
         case(
