@@ -30,7 +30,7 @@ PARAMS = np.dtype(
         *((name, np.int64) for name in ("cos_row", "cos_column", "sin_row", "sin_column")),
         *((name, np.uint32) for name in ("k_units", "v_units", "q_units", "k_total", "v_total", "q_total", "lengths_total")),
         *((name, np.int32) for name in (
-            "batch", "q_rows", "new_keys", "heads_q", "heads_kv", "head_dim", "head_dim_v", "pairs", "interleaved", "table_float",
+            "q_rows", "new_keys", "heads_q", "heads_kv", "head_dim", "pairs", "interleaved", "table_float",
             "positions", "upper_left", "k_vector", "v_vector", "q_vector", "lengths_i32", "capacity", "page_size", "max_pages", "pages",
         )),
         ("page_magic", np.uint32), ("page_shift", np.int32),
@@ -165,9 +165,9 @@ def pack(
             "table_float": new.rope.cos.dtype == np.float32,
         }
     values |= {
-        "batch": problem.batch, "q_rows": problem.seqlen_q, "new_keys": new.count, "heads_q": problem.heads_q,
-        "heads_kv": problem.heads_kv, "head_dim": problem.head_dim, "head_dim_v": problem.head_dim_v,
-        "upper_left": problem.align == "upper_left", "lengths_i32": new.lengths.dtype == np.int32, "capacity": problem.seqlen_k,
+        "q_rows": problem.seqlen_q, "new_keys": new.count, "heads_q": problem.heads_q, "heads_kv": problem.heads_kv,
+        "head_dim": problem.head_dim, "upper_left": problem.align == "upper_left", "lengths_i32": new.lengths.dtype == np.int32,
+        "capacity": problem.seqlen_k,
     }
     if problem.paged:
         values |= {"page_size": problem.page_size, "max_pages": problem.page_table.shape[1], "pages": problem.k.shape[0]}
