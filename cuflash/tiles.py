@@ -45,18 +45,25 @@ class Tile(NamedTuple):
     def threads(self) -> int:
         return 32 * self.warps
 
-    def shared_memory(self, d: int, dv: int) -> int:
+    def shared_memory(self, d: int, dv: int, paged: bool = False) -> int:
         """Bytes of dynamic shared memory for padded head sizes; PrefillFa2::SMEM_BYTES counts the same."""
         pipeline = 2 * (self.m * d + self.stages * self.n * (d + dv))
         if self.groups > 1:
             pipeline += 2 * self.m * self.n + 4 * self.groups * self.m
+        if paged:
+            pipeline += 2 * (self._addresses(d) + self._addresses(dv)) + 32
         return max(pipeline, 2 * self.m * dv)  # the rows of out pass through the same memory
+
+    def _addresses(self, size: int) -> int:
+        """Bytes of the addresses of a tile's rows, which a thread reads two by two; RowLoader::BYTES counts the same."""
+        at_once = self.threads // (8 if size % 64 == 0 else 4)
+        return 16 * at_once * -(-self.n // (2 * at_once))
 
 
 @dataclass(frozen=True)
 class Choice:
     """Tiles in order of preference: without and with a band mask (causal, window), and for kernels that need more registers
-    than those: score kinds other than the plain one, copies of less than 16 bytes, any strides, pages, and windows over packed
+    than those: score kinds other than the plain one, copies of less than 16 bytes, any strides, and windows over pages or over packed
     sequences of which the longest is not known."""
 
     full: tuple[Tile, ...]
@@ -159,6 +166,17 @@ PREFILL_FA2_ARRAYS: dict[str, dict[int, tuple[Tile, Tile]]] = {
 # not measured: B200's compiler needs the tiles of sm_80, but its shared memory is that of sm_90
 PREFILL_FA2_ARRAYS["sm_100"] = {**PREFILL_FA2_ARRAYS["sm_80"], 256: PREFILL_FA2_ARRAYS["sm_90"][256]}
 
+# Where the addresses of rows in pages would cost a resident block, or the only one: without and with a bias or mask.
+PREFILL_FA2_PAGED: dict[str, dict[int, tuple[Tile | None, Tile | None]]] = {
+    "sm_80": {128: (None, Tile(64, 64, 4, 1, 2))},
+    "sm_86": {64: (Tile(128, 64, 4, 1, 2), None), 96: (Tile(128, 32, 4, 1, 2), None), 128: (Tile(64, 48, 4, 1, 2), Tile(64, 32, 4, 1, 2))},
+    "sm_75": {
+        64: (Tile(128, 32, 4, 1, 2), None),
+        128: (Tile(64, 16, 4, 1, 2), Tile(64, 32, 4, 1, 1)),
+        256: (Tile(64, 16, 4, 1, 1), Tile(32, 32, 2, 1, 1)),
+    },
+}
+
 
 def family(info: DeviceInfo) -> str:
     """Row of the table: by shared memory, which is what tells the generations apart for this kernel."""
@@ -175,19 +193,21 @@ def head_class(size: int) -> int:
 
 
 def prefill_fa2(
-    d: int, dv: int, band: bool, lean: bool, info: DeviceInfo, arrays: int = 0, softcap: bool = False,
+    d: int, dv: int, band: bool, lean: bool, info: DeviceInfo, arrays: int = 0, softcap: bool = False, paged: bool = False,
 ) -> Tile | None:
     """The first tile of the table whose shared memory fits the device, for padded head sizes; None if none does.
 
-    ``arrays`` is 1 for a column of PREFILL_FA2_ARRAYS, 2 for the other, 0 where there is neither bias nor mask; ``softcap`` says that
-    PREFILL_FA2_SOFTCAP is to be asked first.
+    ``arrays`` is 1 for a column of PREFILL_FA2_ARRAYS, 2 for the other, 0 where there is neither bias nor mask; ``softcap`` and ``paged``
+    say that PREFILL_FA2_SOFTCAP and PREFILL_FA2_PAGED are to be asked first.
     """
     if softcap and (own := PREFILL_FA2_SOFTCAP.get(family(info), {}).get(max(d, dv))) is not None:
+        return own
+    if paged and (own := PREFILL_FA2_PAGED.get(family(info), {}).get(max(d, dv), (None, None))[arrays > 0]) is not None:
         return own
     choice = PREFILL_FA2[family(info)][max(d, dv)]
     column = choice.lean if lean or arrays else choice.band if band else choice.full
     special = PREFILL_FA2_ARRAYS[family(info)].get(max(d, dv))
     for tile in column if not arrays or special is None else special[arrays - 1 :]:
-        if tile.shared_memory(d, dv) <= info.shared_memory_block:
+        if tile.shared_memory(d, dv, paged) <= info.shared_memory_block:
             return tile
     return None

@@ -42,7 +42,8 @@ struct PrefillFa2 {
     using OTile = SmemTile<M, DV>;
     static constexpr int K_SMEM = QTile::BYTES, V_SMEM = K_SMEM + STAGES * KTile::BYTES;  // offsets
     static constexpr int P_SMEM = V_SMEM + STAGES * VTile::BYTES, TOP_SMEM = P_SMEM + (GROUPS > 1 ? PTile::BYTES : 0);
-    static constexpr int PIPELINE_BYTES = TOP_SMEM + (GROUPS > 1 ? 4 * GROUPS * M : 0);
+    static constexpr int ROWS_SMEM = TOP_SMEM + (GROUPS > 1 ? 4 * GROUPS * M : 0);
+    static constexpr int PIPELINE_BYTES = ROWS_SMEM + KeysValues<PrefillFa2>::BYTES;
     static constexpr int SMEM_BYTES = PIPELINE_BYTES > OTile::BYTES ? PIPELINE_BYTES : OTile::BYTES;  // out passes through it in the end
     static_assert(MT * 16 * WARPS_ == M * GROUPS && NT % 2 == 0 && OT % 2 == 0 && (STAGES == 1 || STAGES == 2), "");
     static_assert(GROUPS == 1 || OTile::BYTES <= TOP_SMEM, "out is staged while sums are still being read");
@@ -69,6 +70,7 @@ template <class C> __device__ __forceinline__ void walk(Block<C>& block, WarpAtt
         warp.softmax(block, thread, tile);
         block.exchange();
         warp.values(block, thread, tile, tile > first);
+        block.end(thread, tile);
     }
     if constexpr ((C::MASK & MASK_LEFT) != 0) {
 #pragma unroll 1

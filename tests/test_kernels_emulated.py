@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
@@ -104,6 +105,23 @@ def tile_runs() -> Iterator[Run]:
                         soft = case(f"{name}-softcap", f"1,{rows},{max(rows, keys)},1,1,{size}", causal, fixed(softcap=3.0))
                         yield of_case(soft, dtype, gpu, tile)
                         yield of_case(case(f"{name}-strided", f"1,{rows},{keys},1,1,{d - 1}"), dtype, gpu, tile)
+
+
+def paged_tile_runs() -> Iterator[Run]:
+    """Each tile for pages, with and without a bias: two tiles of keys and some more; pages that lie within a tile, and others."""
+    seen = set()
+    for family, table in tiles.PREFILL_FA2.items():
+        gpu = GPU_OF_FAMILY[family]
+        for d, (kind, options) in itertools.product(table, (("full", ()), ("causal", (causal,)), ("bias", (bias(),)))):
+            tile = tiles.prefill_fa2(d, d, kind == "causal", False, gpu, 2 * (kind == "bias"), False, True)
+            key = d, tile._replace(resident=0), kind, gpu.cc < (8, 0)
+            if key in seen:
+                continue
+            seen.add(key)
+            rows, keys, odd = tile.m + 5, 2 * tile.n + 9, len(seen) % 2
+            name = f"tile-{d}-m{tile.m}n{tile.n}w{tile.warps}s{tile.stages}g{tile.groups}-pages-{kind}"
+            paged = case(name, f"1,{rows},{max(rows, keys)},1,1,{d - 8 * odd}", *options, page_size=24 if odd else 16, kv_lengths=(keys,))
+            yield of_case(paged, F16 if gpu.cc < (8, 0) or len(seen) % 3 == 0 else BF16, gpu)
 
 
 def softcap_tile_runs() -> Iterator[Run]:
@@ -290,7 +308,11 @@ def hard_runs() -> Iterator[Run]:
     yield of_arrays("beside-rows-without-keys", H200, lambda: distant_logits(F16, 2000), causal=True, scale=100.0)
 
 
-RUNS = {run.name: run for runs in (tile_runs(), softcap_tile_runs(), array_tile_runs(), kind_runs(), hard_runs()) for run in runs}
+RUNS = {
+    run.name: run
+    for runs in (tile_runs(), paged_tile_runs(), softcap_tile_runs(), array_tile_runs(), kind_runs(), hard_runs())
+    for run in runs
+}
 
 
 # ---- the test -----------------------------------------------------------------------------------------------------------

@@ -41,6 +41,10 @@ class Instance(PrefillInstance):
     KERNEL, TILES = "prefill_fa2", "tiles.py"
 
     @property
+    def shared_memory(self) -> int:
+        return self.tile.shared_memory(self.d, self.dv, self.paged)
+
+    @property
     def factor_left(self) -> bool:
         return self.score in (SCORE_PLAIN, SCORE_SOFTCAP)
 
@@ -158,12 +162,12 @@ def is_flat(problem: Problem) -> bool:
 
 def tile_for(d: int, dv: int, mask: int, score: int, load: int, paged: bool, flat: bool, info: device.DeviceInfo) -> Tile | None:
     """The tile of an instance for padded head sizes, or None if none fits the GPU."""
-    lean = score != SCORE_PLAIN or load < 16 or paged or (flat and bool(mask & MASK_LEFT))
+    lean = score != SCORE_PLAIN or load < 16 or ((paged or flat) and bool(mask & MASK_LEFT))
     arrays = bool(mask & MASK_ARRAY) + bool(score & SCORE_BIAS) + 2 * bool(score & SCORE_BIAS32)
     if arrays:
         arrays = min(2, arrays + (paged or load < 16))
     softcap = score == SCORE_SOFTCAP and load == 16 and not (arrays or paged or flat)
-    return tiles.prefill_fa2(d, dv, bool(mask & (MASK_LEFT | MASK_RIGHT)), lean, info, arrays, softcap)
+    return tiles.prefill_fa2(d, dv, bool(mask & (MASK_LEFT | MASK_RIGHT)), lean, info, arrays, softcap, paged)
 
 
 def score_kind(problem: Problem) -> int:

@@ -50,7 +50,7 @@ template <class Tile, int THREADS, int LOAD, bool GROUPED = false> struct TileLo
     static constexpr int PASS = THREADS / Tile::CHUNKS;  // rows that the threads cover at a time
     static constexpr int PASSES = (Tile::ROWS + PASS - 1) / PASS;
     static constexpr int UNROLL = LOAD == 16 && CUFLASH_ARCH >= 800 ? PASSES : 1;  // what goes through registers would fill them
-    static_assert(PASS % (GROUPED ? 16 : 8) == 0, "the swizzle of a thread's rows must not change, or in every other pass");
+    static_assert(PASS % 8 == 0, "the swizzle of a thread's rows must not change, or as pass_smem() knows");
 
     const u16* first_gmem;  // row 0, column 0
     i64 row_stride, column_stride;
@@ -126,8 +126,10 @@ template <class Tile, int THREADS, int LOAD, bool GROUPED = false> struct TileLo
     // From the place of a thread's chunk in the first pass to that in another one.
     static __device__ __forceinline__ u32 pass_smem(u32 dst, int pass) {
         if constexpr (!GROUPED || PASS % 32 == 0) return dst + pass * PASS * Tile::ROW_BYTES;
-        // 16 keys further is 4 rows further down, and changes the swizzle; the first pass has rows with that bit clear.
-        else return pass % 2 * 4 * Tile::ROW_BYTES + (dst ^ pass % 2 * (Tile::offset(4, 0) & 0x70)) + pass / 2 * 32 * Tile::ROW_BYTES;
+        // 8 keys further is 2 rows further down, 16 are 4, and that changes the swizzle; the first pass has rows with those bits clear.
+        constexpr int CYCLE = PASS < 32 ? 32 / PASS : 1;
+        const int down = pass % CYCLE * PASS / 4;
+        return down * Tile::ROW_BYTES + (dst ^ (Tile::offset(down, 0) & 0x70)) + pass / CYCLE * 32 * Tile::ROW_BYTES;
     }
 
     // The thread's chunks of a row, one in each block. src: the row's number at column 8 * chunk (LOAD 2: at column 0).

@@ -1,4 +1,4 @@
-// Keys and values in pages: where a key lies, and the loader that finds its rows there.
+// Keys and values in pages: where a key lies, and the loader of decode.cu, whose threads find the rows that they copy by themselves.
 #include "include/layout.cuh"
 #include "include/schedule.cuh"
 
@@ -32,11 +32,6 @@ struct PagedTileLoader : TileLoader<Tile, THREADS, LOAD, GROUPED> {
     int batch;
 
     // `s.batch` leads from page to page.
-    __device__ __forceinline__ PagedTileLoader(
-        const PrefillParams& p, const void* base, const Strides& s, const WorkItem& work, const Sequence&, int columns
-    )
-        : PagedTileLoader(p, base, s, work.batch, work.head / p.group, columns) {}
-
     __device__ __forceinline__ PagedTileLoader(const PrefillParams& p, const void* base, const Strides& s, int batch, int head_kv, int columns)
         : Base(base, s, 0, 0, head_kv, columns), page_stride(s.batch), p(p), batch(batch) {}
 
@@ -66,15 +61,6 @@ struct PagedTileLoader : TileLoader<Tile, THREADS, LOAD, GROUPED> {
         }
     }
 
-    __device__ __forceinline__ void prefetch(int, int, int, int) const {}
-
-    // The bits of one number; 0 in the padding and in pages that do not exist.
-    __device__ __forceinline__ u32 number(int key, int column) const {
-        const i32 page = p.page_table[i64(batch) * p.max_pages + page_of(p, key)];
-        if (column >= Base::columns || u32(page) >= u32(p.pages)) return 0u;
-        return *static_cast<const volatile u16*>(row_gmem(key, page) + column * Base::column_stride);
-    }
-
   protected:
     __device__ __forceinline__ const u16* row_gmem(int key, i32 page) const {
         return Base::first_gmem + page * page_stride + (key - page_of(p, key) * p.page_size) * Base::row_stride;
@@ -91,11 +77,6 @@ template <class C, class Tile, u32 BAD, bool PAGED = C::PAGED> struct KvLoader :
 template <class C, class Tile, u32 BAD> struct KvLoader<C, Tile, BAD, false> : TileLoader<Tile, C::THREADS, C::LOAD, C::HIDES> {
     using Base = TileLoader<Tile, C::THREADS, C::LOAD, C::HIDES>;
     using Pages = NoPages;
-
-    __device__ __forceinline__ KvLoader(
-        const PrefillParams& p, const void* base, const Strides& s, const WorkItem& work, const Sequence& seq, int columns
-    )
-        : Base(base, s, work.batch, seq.k_begin, work.head / p.group, columns) {}
 
     __device__ __forceinline__ KvLoader(const PrefillParams&, const void* base, const Strides& s, int batch, int head_kv, int columns)
         : Base(base, s, batch, 0, head_kv, columns) {}

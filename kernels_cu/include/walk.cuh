@@ -1,34 +1,27 @@
 // How a block gets from its first tile of keys to its last: what it knows, and what its warps do with a tile.
 #include "include/epilogue.cuh"
+#include "include/keys_values.cuh"
 #include "include/mask.cuh"
-#include "include/paged.cuh"
 #include "include/products.cuh"
 #include "include/score.cuh"
 #include "include/softmax_state.cuh"
 
 // What all threads of a block agree on, with the way of keys and values into shared memory. Tiles go from `last` down to `first`.
 template <class C> struct Block {
-    using KLoader = KvLoader<C, typename C::KTile, 0x7fff7fffu>;  // NaN in both types
-    using VLoader = KvLoader<C, typename C::VTile, 0>;
-    static constexpr bool SAME_ROWS = C::KTile::CHUNKS == C::VTile::CHUNKS;  // a thread copies the same keys' keys and values
-    KLoader k_loader;
-    VLoader v_loader;
-    typename KLoader::Pages k_pages;  // of the tile that comes next; of values as well if SAME_ROWS
-    typename VLoader::Pages v_pages;
+    KeysValues<C> kv;
     Matrix<C::MASK_BYTES> mask;
     Matrix<C::BIAS_BYTES> bias;
     Visibility<C::MASK> visible;  // narrowed to the keys that some row of the block sees
     ScoreTransform<C::SCORE> score;
     u32 smem;
-    int position;  // of the first row
+    int position;  // of the first row; see first_position()
     int row;       // the first row, within the sequence
     int mask_key;  // the key of the mask's first column
     int first, last;
-    bool careful;  // with V: see arrive()
+    bool careful;  // with V: see arrive(), is_careful()
 
     __device__ __forceinline__ Block(const PrefillParams& p, const WorkItem& work, const Sequence& seq, u32 smem, bool careful)
-        : k_loader(p, p.k, p.k_stride, work, seq, p.head_dim), v_loader(p, p.v, p.v_stride, work, seq, p.head_dim_v),
-          mask(p.mask, p.mask_stride, work.batch, work.head, p.matrix_rows, p.mask_columns, p.mask_vector),
+        : kv(p, work, seq), mask(p.mask, p.mask_stride, work.batch, work.head, p.matrix_rows, p.mask_columns, p.mask_vector),
           bias(p.bias, p.bias_stride, work.batch, work.head, p.matrix_rows, p.bias_columns, p.bias_vector),
           visible(p, seq), score(p, work.batch, work.head), smem(smem), position(work.m_tile * C::M + seq.position),
           row(work.m_tile * C::M), mask_key(p.mask_tail ? seq.kv_length - p.mask_columns : 0), careful(careful) {
@@ -41,36 +34,39 @@ template <class C> struct Block {
     __device__ __forceinline__ u32 K_smem(int tile) const { return smem + C::K_SMEM + tile % C::STAGES * C::KTile::BYTES; }
     __device__ __forceinline__ u32 V_smem(int tile) const { return smem + C::V_SMEM + tile % C::STAGES * C::VTile::BYTES; }
 
+    __device__ __forceinline__ KeyRange keys() const { return {visible.begin, visible.end}; }
+
     __device__ __forceinline__ void load_k(int thread, int tile) const {
-        if (tile >= first) k_loader.load(k_pages, thread, K_smem(tile), tile * C::N, visible.begin, visible.end);
+        if (tile >= first) kv.load_k(thread, smem, K_smem(tile), tile, keys());
         copies_commit();
     }
 
     // Of a tile, the values come after the keys.
-    __device__ __forceinline__ void load_v(int thread, int tile) {
-        if constexpr (SAME_ROWS) {
-            if (tile >= first) v_loader.load(k_pages, thread, V_smem(tile), tile * C::N, visible.begin, visible.end);
-        } else {
-            if (tile >= first) v_loader.load(v_pages, thread, V_smem(tile), tile * C::N, visible.begin, visible.end);
-        }
+    __device__ __forceinline__ void load_v(int thread, int tile) const {
+        if (tile >= first) kv.load_v(thread, smem, V_smem(tile), tile, keys());
         copies_commit();
-        look_up(thread, tile - 1);
-    }
-
-    __device__ __forceinline__ void look_up(int thread, int tile) {
-        k_loader.look_up(k_pages, thread, tile * C::N, visible.begin, visible.end);
-        if constexpr (!SAME_ROWS) v_loader.look_up(v_pages, thread, tile * C::N, visible.begin, visible.end);
     }
 
     __device__ __forceinline__ void start(int thread) {
-        look_up(thread, last);
+        kv.start(thread, smem, last, keys(), position, careful);
         load_k(thread, last);
         if (C::STAGES == 2) load_v(thread, last);
-        else v_loader.prefetch(thread, last * C::N, visible.begin, visible.end);
+        else kv.prefetch_v(thread, last, keys());
     }
 
-    // Whether some row of the block may not see some key of the tile.
-    __device__ __forceinline__ bool cut(int tile) const {
+    // What is asked for once a tile: with pages, it waits in shared memory.
+    __device__ __forceinline__ int first_position() const {
+        if constexpr (C::PAGED) return load_smem_4(kv.parked(smem, kv.POSITION));
+        else return position;
+    }
+
+    __device__ __forceinline__ bool is_careful() const {
+        if constexpr (C::PAGED) return load_smem_4(kv.parked(smem, kv.CAREFUL)) != 0;
+        else return careful;
+    }
+
+    // Whether some row of the block, the first of which stands at `position`, may not see some key of the tile.
+    __device__ __forceinline__ bool cut(int tile, int position) const {
         return C::HIDES || !visible.all(position, position + C::M - 1, tile * C::N, tile * C::N + C::N);
     }
 
@@ -91,15 +87,22 @@ template <class C> struct Block {
     // finite, if some row does not see them: 0 * v would be NaN there.
     __device__ __forceinline__ void arrive(int thread, int tile, bool with_v) const {
         copies_wait<0>();
-        if (careful && with_v && cut(tile)) v_loader.template clear_not_finite<typename C::In>(thread, V_smem(tile));  // its own copies
+        if (C::CUTS && with_v && is_careful() && cut(tile, first_position()))
+            KeysValues<C>::VLoader::template clear_not_finite<typename C::In>(thread, V_smem(tile));  // its own copies
         block_barrier<C::THREADS>();
     }
 
     // Wait for K (with 2 stages, also for V) of a tile, and load what takes the place of the tile before.
     __device__ __forceinline__ void begin(int thread, int tile) {
         arrive(thread, tile, C::STAGES == 2);
-        if (C::STAGES == 1) load_v(thread, tile);
-        else load_k(thread, tile - 1), load_v(thread, tile - 1);
+        if constexpr (C::STAGES == 1) {
+            load_v(thread, tile);
+        } else if constexpr (C::PAGED) {
+            if (tile > first) kv.load(thread, smem, K_smem(tile - 1), V_smem(tile - 1), tile - 1, keys());
+            copies_commit();
+        } else {
+            load_k(thread, tile - 1), load_v(thread, tile - 1);
+        }
     }
 
     // Nobody needs K of the tile any more: with 1 stage, wait for V and load the next K.
@@ -117,11 +120,15 @@ template <class C> struct Block {
         if (C::GROUPS > 1) block_barrier<C::THREADS>();
     }
 
+    // The tile is done: look up where the one after the next is.
+    __device__ __forceinline__ void end(int thread, int tile) { kv.look_ahead(thread, smem, tile - 2, keys()); }
+
     // A tile that this warp has no use for, but others have.
     __device__ __forceinline__ void pass(int thread, int tile) {
         begin(thread, tile);
         middle(thread, tile);
         exchange();
+        end(thread, tile);
     }
 
     // out += v for the numbers of V that a careful block took out, in the rows that see them; out is in shared memory, in 16 bits.
@@ -130,8 +137,8 @@ template <class C> struct Block {
         for (int column = 2 * thread; column < C::DV; column += 2 * C::THREADS)
 #pragma unroll 1
             for (int key = visible.begin; key < visible.end; ++key) {
-                if (!cut(key / C::N)) continue;
-                const float2 v = not_finite2<typename C::In>(v_loader.number(key, column) | v_loader.number(key, column + 1) << 16);
+                if (!cut(key / C::N, position)) continue;
+                const float2 v = not_finite2<typename C::In>(kv.value(key, column) | kv.value(key, column + 1) << 16);
                 const u32 taken = (v.x != 0.0f ? 0xffffu : 0u) | (v.y != 0.0f ? 0xffff0000u : 0u);
                 if (taken == 0) continue;
 #pragma unroll 1
@@ -226,7 +233,7 @@ template <class C> struct WarpAttention {
 
     // Whether a row of the warp sees a key of its part of the tile. Of a row's warps at least one does.
     __device__ __forceinline__ bool sees(const Block<C>& block, int thread, int tile) const {
-        const int key = tile * C::N + group(thread) * C::KEYS, position = block.position + row(thread);
+        const int key = tile * C::N + group(thread) * C::KEYS, position = block.first_position() + row(thread);
         const KeyRange any = block.visible.of_any(position, position + C::WARP_ROWS - 1);
         return C::MASK == MASK_LENGTH || (any.begin < key + C::KEYS && any.end > key);
     }
@@ -234,7 +241,7 @@ template <class C> struct WarpAttention {
     // Scores -> logits, unless they stay what they are; -inf where they are invisible
     template <bool LOGITS = true> __device__ __forceinline__ void mask(const Block<C>& block, int thread, int tile) {
         const int key = tile * C::N + group(thread) * C::KEYS, lane_key = key + thread % 4 * C::Order::LANE;
-        const int position = block.position + row(thread), lane_position = position + thread % 32 / 4;
+        const int position = block.first_position() + row(thread), lane_position = position + thread % 32 / 4;
         if constexpr (LOGITS)
             apply_score<C::SCORE, typename C::Order, typename C::In>(S_rmem, block.score, bias_tile, lane_position, lane_key);
         if constexpr (C::MASK_BYTES != 0) apply_mask(S_rmem, mask_tile);
