@@ -40,11 +40,11 @@ class DenseAttention:
         self.xp, self.layout, self.length, self.capacity = xp, layout, 0, capacity
         self.memory = memory or AttentionMemory(xp, enabled=False)
         shape = self._ordered((1, capacity, config.kv_heads, config.head_size))
-        self._keys = [xp.zeros(shape, self.dtype) for _ in range(config.layers)]
-        self._values = [xp.zeros(shape, self.dtype) for _ in range(config.layers)]
+        self.keys = [xp.zeros(shape, self.dtype) for _ in range(config.layers)]
+        self.values = [xp.zeros(shape, self.dtype) for _ in range(config.layers)]
 
     def __call__(self, layer: int, q: Array, k: Array, v: Array) -> Array:
-        keys, values = self._keys[layer], self._values[layer]
+        keys, values = self.keys[layer], self.values[layer]
         q, k, v = (to_layout(x, self.layout) for x in (q, k, v))
         if self.length + k.shape[self._axis] > self.capacity:
             raise ValueError(f"cache: {self.length} + {k.shape[self._axis]} positions, room for {self.capacity}")

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 import smollm2_attention as attention
+from smollm2_graph import TokenGraph
 from smollm2_memory import AttentionMemory
 from smollm2_model import Array, Attend, Decoder, Float64Weights
 from smollm2_tokenizer import ChatTokenizer
@@ -35,6 +37,7 @@ class Chat:
     decoder: Decoder
     tokenizer: ChatTokenizer
     memory: AttentionMemory = field(init=False)
+    _captured: tuple[Attend, TokenGraph] | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         self.memory = AttentionMemory(self.decoder.xp)
@@ -51,11 +54,15 @@ class Chat:
 
     def generate(self, history: list[int], attend: Attend, timing: Timing) -> Iterator[int]:
         """Feed what `attend` has not seen of `history`, then choose, append and yield tokens until the answer ends."""
-        choose = chooser(self.options.temperature, self.options.seed)
+        vocabulary = len(self.decoder.weights["token_embd.weight"])
+        noise, graph = noises(self.options.temperature, self.options.seed, vocabulary), self.token_graph(attend)
         for step in range(min(self.options.max_tokens, self.decoder.config.context - len(history))):
             new = history[attend.length :]
             start = time.perf_counter()
-            token = choose(on_host(self.decoder(new, attend)[-1]))
+            if step and graph:
+                token = graph(*new, next(noise))
+            else:
+                token = choose(on_host(self.decoder(new, attend)[-1]), next(noise))
             seconds = time.perf_counter() - start
             if step == 0:
                 timing.prefill_tokens, timing.prefill_seconds = len(new), seconds
@@ -66,6 +73,22 @@ class Chat:
             if token in self.tokenizer.stop_ids:
                 return
             yield token
+
+    def token_graph(self, attend: Attend) -> TokenGraph | None:
+        """The graph that decodes with `attend` on a GPU; captured at the first call."""
+        if self.decoder.xp.__name__ != "cupy" or type(attend) is not attention.DenseAttention:
+            return None
+        if self._captured is None or self._captured[0] is not attend:
+            self._captured = attend, TokenGraph(self.decoder, attend)
+        return self._captured[1]
+
+    def feed(self, token: int, attend: Attend) -> np.ndarray:
+        """Logits (1, vocabulary) after one more token, computed as `generate` does."""
+        graph = self.token_graph(attend)
+        if graph is None:
+            return on_host(self.decoder([token], attend))
+        graph(token)
+        return on_host(graph.logits)
 
     def memory_line(self, rows: int, columns: int) -> str:
         """The attention calls' peak beside that of the N x N form for a prefill of rows x columns scores."""
@@ -100,12 +123,17 @@ def on_host(array: Array) -> np.ndarray:
     return array if isinstance(array, np.ndarray) else array.get()
 
 
-def chooser(temperature: float, seed: int | None) -> Callable[[np.ndarray], int]:
+def noises(temperature: float, seed: int | None, size: int) -> Iterator[np.ndarray | None]:
+    """What to add to the logits of each token: the index of the largest sum is a sample from softmax(logits / temperature)."""
     if temperature == 0:
-        return lambda logits: int(logits.argmax())
+        yield from itertools.repeat(None)
     random = np.random.default_rng(seed)
-    # The largest of logits / T + Gumbel noise is a sample from softmax(logits / T).
-    return lambda logits: int((logits / temperature + random.gumbel(size=logits.shape)).argmax())
+    while True:
+        yield temperature * random.gumbel(size=size)
+
+
+def choose(logits: np.ndarray, noise: np.ndarray | None) -> int:
+    return int((logits if noise is None else logits + noise).argmax())
 
 
 def check(chat: Chat, ids: list[int]) -> int:
@@ -123,7 +151,7 @@ def check(chat: Chat, ids: list[int]) -> int:
     while len(fed) < capacity and (token := int(logits[1][-1][-1].argmax())) not in chat.tokenizer.stop_ids:
         fed.append(token)
         for rows, attend in zip(logits, attends, strict=True):
-            rows.append(on_host(decoder([token], attend)))
+            rows.append(chat.feed(token, attend))
     ours, naive = (np.concatenate(rows) for rows in logits)
     exact = Decoder(model, Float64Weights(decoder.weights))
     truth = on_host(exact(fed, attention.Float64Attention(model, len(fed), decoder.xp), every_position=True))

@@ -77,16 +77,38 @@ class Decoder:
         start, count = attend.length, len(tokens)
         if not 0 < count <= self.config.context - start:
             raise ValueError(f"tokens: {count} after {start} stored ones; the model's context is {self.config.context}")
+        logits = self.forward(
+            self.xp.asarray(tokens), slice(start, start + count), attend, slice(None if every_position else -1, None)
+        )
+        attend.advance(count)
+        return logits
+
+    def forward(self, tokens: Array, positions: Array, attend: Attend, rows: Array) -> Array:
+        """All layers, for tokens of one sequence or of several, as `attend` takes them; it is not advanced.
+
+        Parameters
+        ----------
+        tokens : array of int, shape (N,)
+            Ids.
+        positions : array of int, shape (N,), or slice
+            Where each stands in its sequence.
+        attend : Attend
+            Is given q, k and v as (1, N, heads, D).
+        rows : array of int or slice
+            The tokens after which logits are wanted.
+
+        Returns
+        -------
+        array
+            Logits (number of rows, vocabulary).
+        """
         embedding = self.weights["token_embd.weight"]
-        x = embedding[self.xp.asarray(tokens)]  # (S, width)
-        cos, sin = self._cos[start : start + count], self._sin[start : start + count]
+        x = embedding[tokens]  # (N, width)
+        cos, sin = self._cos[positions], self._sin[positions]
         for layer in range(self.config.layers):
             x = x + self._attention_block(layer, self._norm(x, f"blk.{layer}.attn_norm"), cos, sin, attend)
             x = x + self._feed_forward(layer, self._norm(x, f"blk.{layer}.ffn_norm"))
-        attend.advance(count)
-        if not every_position:
-            x = x[-1:]
-        return self._norm(x, "output_norm") @ embedding.T  # input and output embeddings are tied
+        return self._linear(self._norm(x[rows], "output_norm"), "token_embd")  # input and output embeddings are tied
 
     def _linear(self, x: Array, name: str) -> Array:
         return x @ self.weights[name + ".weight"].T
@@ -105,9 +127,12 @@ class Decoder:
         return self._linear(out.reshape(count, c.query_heads * c.head_size), block + "output")
 
     def _feed_forward(self, layer: int, x: Array) -> Array:
-        gate = self._linear(x, f"blk.{layer}.ffn_gate")
-        silu = gate * (0.5 + 0.5 * self.xp.tanh(0.5 * gate))  # gate * sigmoid(gate), without an exp that overflows
-        return self._linear(silu * self._linear(x, f"blk.{layer}.ffn_up"), f"blk.{layer}.ffn_down")
+        gate, up = (self._linear(x, f"blk.{layer}.ffn_{name}") for name in ("gate", "up"))
+        return self._linear(self._swiglu(gate, up), f"blk.{layer}.ffn_down")
+
+    def _swiglu(self, gate: Array, up: Array) -> Array:
+        """gate * sigmoid(gate) * up, without an exp that overflows."""
+        return gate * (0.5 + 0.5 * self.xp.tanh(0.5 * gate)) * up
 
     def _rotary_tables(self) -> tuple[Array, Array]:
         """cos and sin, (context, 1, D/2): the angle of each position and pair, computed in float64."""

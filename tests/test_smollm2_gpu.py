@@ -14,6 +14,7 @@ EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 sys.path.insert(0, str(EXAMPLES))
 
 import smollm2_attention as attention  # noqa: E402
+from smollm2_graph import TokenGraph  # noqa: E402
 from smollm2_model import Decoder, Float64Weights  # noqa: E402
 from smollm2_weights import Config  # noqa: E402
 
@@ -63,12 +64,39 @@ def test_logits_on_cupy_arrays(layout, monkeypatch):
 
     naive = logits(Decoder(config, weights), attention.MaterialisedAttention, np)
     truth = logits(Decoder(config, Float64Weights(weights)), attention.Float64Attention, np)
-    there = {name: cupy.asarray(array) for name, array in weights.items()}
-    ours = logits(Decoder(config, there), attention.DenseAttention, cupy, layout)
+    decoder = Decoder(config, {name: cupy.asarray(array) for name, array in weights.items()})
+    ours = logits(decoder, attention.DenseAttention, cupy, layout)
     allowed = 2 * np.abs(naive - truth).max() + 2 * np.finfo(np.float32).eps * np.abs(truth).max()
     assert np.abs(ours - truth).max() <= allowed
     assert np.array_equal(ours.argmax(axis=1), truth.argmax(axis=1))
     assert "attention" in ran and "decode" in ran
+
+    # The same from one captured graph, whose memory nobody else may get.
+    attend = attention.DenseAttention(config, len(tokens), cupy, layout)
+    graph = TokenGraph(decoder, attend)
+    ours = [decoder(tokens[:prompt], attend, every_position=True).get()]
+    for token, row in zip(tokens[prompt:], truth[prompt:], strict=True):
+        assert graph(token) == row.argmax()
+        ours.append(graph.logits.get())
+        cupy.full(1 << 20, np.nan)
+    assert np.abs(np.concatenate(ours) - truth).max() <= allowed
+    with pytest.raises(ValueError, match="room for 200"):
+        graph(0)
+
+
+def test_a_graph_draws_by_the_noise_it_is_given():
+    import cupy
+
+    config, weights = small_model()
+    decoder = Decoder(config, {name: cupy.asarray(array) for name, array in weights.items()})
+    attend = attention.DenseAttention(config, 16, cupy)
+    graph, noise = TokenGraph(decoder, attend), np.zeros(VOCABULARY)
+    decoder([1, 2, 3], attend)
+    for token in (17, 42):
+        noise[:] = 0
+        noise[token] = 1e3
+        assert graph(4, noise) == token
+    assert attend.length == 5
 
 
 @pytest.mark.model
