@@ -103,15 +103,23 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     return options
 
 
-def open_chat(options: argparse.Namespace) -> Chat:
-    cupy = import_cupy() if options.device == "cuda" else None
-    path = download.find_gguf(options.cache_dir)
+def open_model(device: str, cache_dir: str | None) -> tuple[Decoder, ChatTokenizer]:
+    """The model on "cpu" or "cuda"; fetched first if need be."""
+    cupy = import_cupy() if device == "cuda" else None
+    try:
+        path = download.find_gguf(cache_dir)
+    except (download.DownloadError, download.WrongModelError) as error:
+        sys.exit(f"The model could not be fetched: {error}")
     say(f"Reading {path.name} ...", end=" ")
     start = time.perf_counter()
     model = files.load(path)
     weights = model.weights if cupy is None else {name: cupy.asarray(array) for name, array in model.weights.items()}
-    chat = Chat(options, Decoder(model.config, weights), ChatTokenizer(model.vocabulary))
     say(f"{time.perf_counter() - start:.1f} s, {sum(w.size for w in weights.values()) / 1e6:.0f} million weights")
+    return Decoder(model.config, weights), ChatTokenizer(model.vocabulary)
+
+
+def open_chat(options: argparse.Namespace) -> Chat:
+    chat = Chat(options, *open_model(options.device, options.cache_dir))
     warm_up(chat)
     return chat
 
@@ -204,10 +212,7 @@ def conversation(chat: Chat) -> None:
 
 def main(arguments: list[str] | None = None) -> None:
     options = parse(arguments)
-    try:
-        chat = open_chat(options)
-    except (download.DownloadError, download.WrongModelError) as error:
-        sys.exit(f"The model could not be fetched: {error}")
+    chat = open_chat(options)
     if options.interactive:
         conversation(chat)
     else:

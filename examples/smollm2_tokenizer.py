@@ -40,9 +40,13 @@ class ChatTokenizer:
     def _message(self, role: str, content: str) -> list[int]:
         return [self._start, *self.encode(f"{role}\n{content}"), self._end, *self.encode("\n")]
 
+    def system_message(self, text: str = SYSTEM_PROMPT) -> list[int]:
+        """Ids with which every conversation under this system prompt begins."""
+        return self._message("system", text)
+
     def start_chat(self, user: str, system: str = SYSTEM_PROMPT) -> list[int]:
         """Ids of a conversation's first user message, up to where the answer begins."""
-        return self._message("system", system) + self._user_turn(user)
+        return self.system_message(system) + self._user_turn(user)
 
     def next_turn(self, user: str, last_id: int) -> list[int]:
         """Ids that follow an answer ending in `last_id`, up to where the next answer begins."""

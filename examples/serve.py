@@ -1,0 +1,214 @@
+"""Serve many requests at a time with SmolLM2-135M-Instruct: continuous batching over a cuflash.PagedKVCache.
+
+    python examples/serve.py                                  # 16 questions, two a second, on the CPU
+    python examples/serve.py --prompts questions.txt --request-rate inf --max-num-seqs 16
+    python examples/serve.py --num-pages 24 --check           # few pages: requests wait or give way; the texts stay the same
+    python examples/serve.py --device cuda --num-prompts 200 --request-rate 50
+
+Answers go to the standard output as they are finished, everything else to the standard error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+
+try:
+    from serve_engine import Engine, Request
+    from smollm2_attention import DenseAttention
+    from smollm2_chat import open_model, say
+    from smollm2_generation import on_host
+    from smollm2_model import Decoder
+    from smollm2_tokenizer import SYSTEM_PROMPT, ChatTokenizer
+    from tqdm import tqdm
+
+    from cuflash import CacheFullError
+except ModuleNotFoundError as missing:
+    sys.exit(f"{missing}. In the repository, run once: pip install -e '.[examples]'")
+
+QUESTIONS = (
+    "What is the capital of France?",
+    "Why is the sky blue?",
+    "Name three primary colours.",
+    "How many legs does a spider have?",
+    "Write one sentence about the sea.",
+    "What is photosynthesis?",
+    "Who wrote Hamlet?",
+    "Give me a tip for learning to cook.",
+)
+PERCENTILES = (50, 90, 99)
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--prompts", metavar="FILE", help="one question a line; - reads standard input (default: a few built in)")
+    parser.add_argument("--num-prompts", type=int, help="requests to serve (default: 16, or all of --prompts); questions repeat")
+    parser.add_argument("--request-rate", type=float, default=2.0, help="requests a second, Poisson; inf: all at once (default: 2)")
+    parser.add_argument("--seed", type=int, default=0, help="of the arrival times (default: 0)")
+    parser.add_argument("--max-tokens", type=int, default=64, help="longest answer (default: 64)")
+    parser.add_argument("--system-prompt", default=SYSTEM_PROMPT, help="what every request begins with; computed once")
+    parser.add_argument("--max-num-seqs", type=int, default=8, help="requests that run at a time (default: 8)")
+    parser.add_argument("--max-num-batched-tokens", type=int, default=128, help="tokens a step (default: 128)")
+    parser.add_argument("--num-pages", type=int, default=256, help="pages of keys and values (default: 256)")
+    parser.add_argument("--page-size", type=int, default=16, help="tokens a page (default: 16)")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cuda: CuPy arrays on a GPU")
+    parser.add_argument("--check", action="store_true", help="then answer one at a time, and compare the texts")
+    parser.add_argument("--cache-dir", help="where the model is kept")
+    options = parser.parse_args(arguments)
+    for name in ("num_prompts", "max_tokens", "max_num_seqs", "num_pages", "page_size"):
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            parser.error(f"--{name.replace('_', '-')} must be at least 1, not {value}")
+    if not options.request_rate > 0:
+        parser.error(f"--request-rate must be above 0, not {options.request_rate}")
+    if options.seed < 0:
+        parser.error(f"--seed must be 0 or more, not {options.seed}")
+    if options.max_num_batched_tokens < options.max_num_seqs:
+        parser.error(f"--max-num-batched-tokens must be at least --max-num-seqs, not {options.max_num_batched_tokens}")
+    return options
+
+
+def read_questions(options: argparse.Namespace) -> list[str]:
+    questions = list(QUESTIONS)
+    if options.prompts is not None:
+        try:
+            text = sys.stdin.read() if options.prompts == "-" else Path(options.prompts).read_text()
+        except OSError as error:
+            sys.exit(f"--prompts: {error}")
+        questions = [line.strip() for line in text.splitlines() if line.strip()]
+        if not questions:
+            sys.exit(f"--prompts: {options.prompts} has no questions")
+    count = options.num_prompts or (16 if options.prompts is None else len(questions))
+    return [questions[i % len(questions)] for i in range(count)]
+
+
+def arrivals(count: int, rate: float, seed: int) -> list[float]:
+    """Seconds from the start: a Poisson process of `rate` a second."""
+    return np.random.default_rng(seed).exponential(1 / rate, count).cumsum().tolist()
+
+
+def serve(
+    engine: Engine, requests: list[Request], *, sleep: Callable[[float], None] = time.sleep, refused: Callable[[Request, ValueError], None]
+) -> Iterator[list[Request]]:
+    """Hand each request to the engine when it arrives, until all are answered; yields what each step has finished."""
+    coming = deque(sorted(requests, key=lambda request: request.arrival))
+    while coming or engine.busy:
+        while coming and coming[0].arrival <= engine.clock():
+            request = coming.popleft()
+            try:
+                engine.submit(request)
+            except ValueError as error:
+                refused(request, error)
+        if engine.busy:
+            yield engine.step()
+        elif coming:
+            sleep(max(0.0, coming[0].arrival - engine.clock()))
+
+
+def latencies(requests: list[Request]) -> dict[str, list[float]]:
+    """Seconds, of requests that were answered."""
+    return {
+        "time to first token": [r.token_times[0] - r.arrival for r in requests],
+        "time between tokens": [gap for r in requests for gap in np.diff(r.token_times).tolist()],
+        "whole answer": [r.token_times[-1] - r.arrival for r in requests],
+    }
+
+
+def report(engine: Engine, requests: list[Request], seconds: float) -> str:
+    """Throughput and percentiles of latency, as lines of text."""
+    written = sum(len(r.token_times) for r in requests)
+    lines = [
+        f"{len(requests)} requests in {seconds:.1f} s: {sum(len(r.prompt) for r in requests)} tokens of prompts, "
+        f"{sum(r.shared for r in requests)} of them shared; {written} tokens generated, {written / seconds:.1f} tokens/s",
+        f"{'seconds':22}" + "".join(f"{'p' + str(p):>9}" for p in PERCENTILES),
+    ]
+    for name, values in latencies(requests).items():
+        if values:
+            lines.append(f"{name:22}" + "".join(f"{x:9.3f}" for x in np.percentile(values, PERCENTILES)))
+    pages = f"pages of {engine.cache.page_size} tokens: at most {engine.most_pages} of {engine.cache.num_pages} in use"
+    return "\n".join([*lines, f"{pages}; {engine.preemptions} times a request gave way to others"])
+
+
+def alone(decoder: Decoder, request: Request, stop_ids: frozenset[int]) -> list[int]:
+    """The same request answered by itself, with a dense cache."""
+    attend = DenseAttention(decoder.config, len(request.prompt) + request.max_tokens, decoder.xp)
+    output: list[int] = []
+    token = int(on_host(decoder(request.prompt, attend)[-1]).argmax())
+    while token not in stop_ids and len(output) < request.max_tokens - 1:
+        output.append(token)
+        token = int(on_host(decoder([token], attend)[-1]).argmax())
+    return output if token in stop_ids else [*output, token]
+
+
+def check(decoder: Decoder, requests: list[Request], tokenizer: ChatTokenizer) -> bool:
+    """Whether every answer is the one that the request gets alone; says so."""
+    say("Answering one at a time ...")
+    alone(decoder, Request([1, 1], 2), frozenset())
+    start = time.perf_counter()
+    texts = [alone(decoder, request, tokenizer.stop_ids) for request in requests]
+    seconds = time.perf_counter() - start
+    different = [i for i, (text, request) in enumerate(zip(texts, requests, strict=True)) if text != request.output]
+    for i in different:
+        say(f"differs: {tokenizer.decode(requests[i].output)!r}\n  alone: {tokenizer.decode(texts[i])!r}")
+    rate = sum(len(r.token_times) for r in requests) / seconds
+    say(f"one at a time: {seconds:.1f} s, {rate:.1f} tokens/s; {len(texts) - len(different)} of {len(texts)} texts are equal")
+    return not different
+
+
+def main(arguments: list[str] | None = None) -> None:
+    options = parse(arguments)
+    questions = read_questions(options)
+    decoder, tokenizer = open_model(options.device, options.cache_dir)
+    sizes = ("num_pages", "page_size", "max_num_seqs", "max_num_batched_tokens")
+    engine = Engine(decoder, tokenizer.stop_ids, **{name: getattr(options, name) for name in sizes})
+    say("Warming up, and computing the system prompt ...")
+    try:
+        warm_up = Request([1, 1], 2)
+        engine.submit(warm_up)
+        while engine.busy:
+            engine.step()
+        engine.keep_prefix(tokenizer.system_message(options.system_prompt))
+    except (ValueError, CacheFullError) as error:
+        sys.exit(f"--num-pages: {error}")
+    start = engine.clock()
+    requests = [
+        Request(tokenizer.start_chat(question, options.system_prompt), options.max_tokens, start + arrival)
+        for question, arrival in zip(questions, arrivals(len(questions), options.request_rate, options.seed), strict=True)
+    ]
+    asked = dict(zip(requests, questions, strict=True))
+    answered: list[Request] = []
+    with tqdm(total=len(requests), unit="request", file=sys.stderr, disable=None) as bar:
+
+        def refused(request: Request, error: ValueError) -> None:
+            bar.write(f"refused: {asked[request]!r}: {error}", file=sys.stderr)
+            bar.update()
+
+        try:
+            for finished in serve(engine, requests, refused=refused):
+                for request in finished:
+                    bar.write(f"> {asked[request]}\n{tokenizer.decode(request.output)}\n")
+                answered += finished
+                bar.update(len(finished))
+                tokens = sum(len(r.token_times) for r in requests)
+                used = engine.cache.num_pages - engine.cache.free_pages
+                bar.set_postfix_str(
+                    f"{len(engine.running)} running, {len(engine.waiting)} waiting, {used} pages, "
+                    f"{tokens / (engine.clock() - start):.1f} tokens/s"
+                )
+        except KeyboardInterrupt:
+            bar.write("interrupted", file=sys.stderr)
+    if answered:
+        say(report(engine, answered, engine.clock() - start))
+        if options.check and not check(decoder, answered, tokenizer):
+            sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()
