@@ -21,12 +21,11 @@ from pathlib import Path
 import numpy as np
 
 try:
+    import smollm2_chat
     from serve_engine import Engine, Request
-    from smollm2_attention import DenseAttention
-    from smollm2_chat import open_model, say
-    from smollm2_generation import on_host
-    from smollm2_model import Decoder
-    from smollm2_tokenizer import SYSTEM_PROMPT, ChatTokenizer
+    from smollm2_chat import open_model, say, warm_up
+    from smollm2_generation import Chat, Timing
+    from smollm2_tokenizer import SYSTEM_PROMPT
     from tqdm import tqdm
 
     from cuflash import CacheFullError
@@ -59,6 +58,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--num-pages", type=int, default=256, help="pages of keys and values (default: 256)")
     parser.add_argument("--page-size", type=int, default=16, help="tokens a page (default: 16)")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cuda: CuPy arrays on a GPU")
+    parser.add_argument("--kv-cache-dtype", choices=("float32", "float16"), help="of keys and values, and of attention (see smollm2_chat.py)")
     parser.add_argument("--check", action="store_true", help="then answer one at a time, and compare the texts")
     parser.add_argument("--cache-dir", help="where the model is kept")
     options = parser.parse_args(arguments)
@@ -66,6 +66,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         value = getattr(options, name)
         if value is not None and value < 1:
             parser.error(f"--{name.replace('_', '-')} must be at least 1, not {value}")
+    if options.kv_cache_dtype is None:
+        options.kv_cache_dtype = "float16" if options.device == "cuda" else "float32"
     if not options.request_rate > 0:
         parser.error(f"--request-rate must be above 0, not {options.request_rate}")
     if options.seed < 0:
@@ -136,42 +138,32 @@ def report(engine: Engine, requests: list[Request], seconds: float) -> str:
     return "\n".join([*lines, f"{pages}; {engine.preemptions} times a request gave way to others"])
 
 
-def alone(decoder: Decoder, request: Request, stop_ids: frozenset[int]) -> list[int]:
-    """The same request answered by itself, with a dense cache."""
-    attend = DenseAttention(decoder.config, len(request.prompt) + request.max_tokens, decoder.xp)
-    output: list[int] = []
-    token = int(on_host(decoder(request.prompt, attend)[-1]).argmax())
-    while token not in stop_ids and len(output) < request.max_tokens - 1:
-        output.append(token)
-        token = int(on_host(decoder([token], attend)[-1]).argmax())
-    return output if token in stop_ids else [*output, token]
-
-
-def check(decoder: Decoder, requests: list[Request], tokenizer: ChatTokenizer) -> bool:
-    """Whether every answer is the one that the request gets alone; says so."""
+def check(chat: Chat, requests: list[Request]) -> bool:
+    """Whether every answer is the one that the request gets alone, with a dense cache; says so."""
     say("Answering one at a time ...")
-    alone(decoder, Request([1, 1], 2), frozenset())
-    start = time.perf_counter()
-    texts = [alone(decoder, request, tokenizer.stop_ids) for request in requests]
-    seconds = time.perf_counter() - start
-    different = [i for i, (text, request) in enumerate(zip(texts, requests, strict=True)) if text != request.output]
-    for i in different:
-        say(f"differs: {tokenizer.decode(requests[i].output)!r}\n  alone: {tokenizer.decode(texts[i])!r}")
-    rate = sum(len(r.token_times) for r in requests) / seconds
-    say(f"one at a time: {seconds:.1f} s, {rate:.1f} tokens/s; {len(texts) - len(different)} of {len(texts)} texts are equal")
-    return not different
+    warm_up(chat)
+    timing, equal = [Timing() for _ in requests], 0
+    for request, times in zip(requests, timing, strict=True):
+        attend = chat.attend(len(request.prompt) + request.max_tokens)
+        output = list(chat.generate(list(request.prompt), attend, times))
+        equal += output == request.output
+        if output != request.output:
+            say(f"differs: {chat.tokenizer.decode(request.output)!r}\n  alone: {chat.tokenizer.decode(output)!r}")
+    seconds = sum(times.prefill_seconds + times.decode_seconds for times in timing)
+    tokens = sum(len(request.token_times) for request in requests)
+    say(f"one at a time: {seconds:.1f} s, {tokens / seconds:.1f} tokens/s; {equal} of {len(requests)} texts are equal")
+    return equal == len(requests)
 
 
 def main(arguments: list[str] | None = None) -> None:
     options = parse(arguments)
     questions = read_questions(options)
     decoder, tokenizer = open_model(options.device, options.cache_dir)
-    sizes = ("num_pages", "page_size", "max_num_seqs", "max_num_batched_tokens")
+    sizes = ("num_pages", "page_size", "max_num_seqs", "max_num_batched_tokens", "kv_cache_dtype")
     engine = Engine(decoder, tokenizer.stop_ids, **{name: getattr(options, name) for name in sizes})
     say("Warming up, and computing the system prompt ...")
     try:
-        warm_up = Request([1, 1], 2)
-        engine.submit(warm_up)
+        engine.submit(Request([1, 1], 2))
         while engine.busy:
             engine.step()
         engine.keep_prefix(tokenizer.system_message(options.system_prompt))
@@ -206,8 +198,9 @@ def main(arguments: list[str] | None = None) -> None:
             bar.write("interrupted", file=sys.stderr)
     if answered:
         say(report(engine, answered, engine.clock() - start))
-        if options.check and not check(decoder, answered, tokenizer):
-            sys.exit(1)
+        if options.check:
+            likewise = ("--max-tokens", str(options.max_tokens), "--device", options.device, "--kv-cache-dtype", options.kv_cache_dtype)
+            sys.exit(not check(Chat(smollm2_chat.parse(likewise), decoder, tokenizer), answered))
 
 
 if __name__ == "__main__":

@@ -11,6 +11,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+from smollm2_graph import TokenGraph
 from smollm2_model import Array, Decoder, array_namespace
 
 import cuflash
@@ -72,13 +74,15 @@ class Engine:
         Most requests that run at a time; the others wait.
     max_num_batched_tokens : int
         Most tokens a step; those who decode come first, prompts take what is left.
+    kv_cache_dtype : str
+        Of keys and values, and of attention.
     clock : callable
         Seconds now.
     """
 
     def __init__(
         self, decoder: Decoder, stop_ids: Sequence[int] | frozenset[int], *, num_pages: int = 256, page_size: int = 16,
-        max_num_seqs: int = 8, max_num_batched_tokens: int = 128, clock: Callable[[], float] = time.perf_counter,
+        max_num_seqs: int = 8, max_num_batched_tokens: int = 128, kv_cache_dtype: str = "float32", clock: Callable[[], float] = time.perf_counter,
     ) -> None:  # fmt: skip
         if not 1 <= max_num_seqs <= max_num_batched_tokens:
             raise ValueError(f"max_num_seqs: {max_num_seqs}; it must be from 1 to max_num_batched_tokens, {max_num_batched_tokens}")
@@ -86,11 +90,16 @@ class Engine:
         self.max_num_seqs, self.max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
         config = decoder.config
         shape = (config.layers, num_pages, page_size, config.kv_heads, config.head_size)
-        self.cache = cuflash.PagedKVCache.from_pages(*(decoder.xp.zeros(shape, "float32") for _ in range(2)))
+        self.cache = cuflash.PagedKVCache.from_pages(*(decoder.xp.zeros(shape, kv_cache_dtype) for _ in range(2)))
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []  # in the order in which they were taken in
         self.prefixes: list[Request] = []
         self.preemptions, self.most_pages = 0, 0
+        self._graph = None
+        if decoder.xp.__name__ == "cupy":
+            columns = min(num_pages, self._pages(config.context))
+            self._batch = self.cache.batch([], max_pages=columns, max_sequences=max_num_seqs, reserved=1)
+            self._graph = TokenGraph(decoder, self._batch.kv_lengths, self._pages_of_layer)
 
     @property
     def busy(self) -> bool:
@@ -121,11 +130,12 @@ class Engine:
         """Compute the next tokens; returns the requests that are finished."""
         self._take_in()
         work = self._schedule()
-        complete = [request for request, count in work if request.left == count]
-        chosen = self._compute(work).argmax(axis=1).tolist()
+        chosen = self._compute(work)
         now = self.clock()
         finished = []
-        for request, token in zip(complete, chosen, strict=True):
+        for (request, _), token in zip(work, chosen, strict=True):
+            if request.left:  # more of its prompt is to come
+                continue
             request.token_times.append(now)
             if token not in self.stop_ids:
                 request.output.append(token)
@@ -187,20 +197,37 @@ class Engine:
         self.cache.free(request.sequence)
         request.sequence, request.stored = None, 0
 
-    def _compute(self, work: list[tuple[Request, int]]) -> Array:
-        """The next tokens of some requests through the model; logits of those that have none left after them."""
+    def _compute(self, work: list[tuple[Request, int]]) -> list[int]:
+        """The next tokens of some requests through the model; the likeliest token after each."""
+        singles = sum(count == 1 for _, count in work) if self._graph else 0
+        chosen = self._replay([request for request, _ in work[:singles]]) if singles else []
+        if work[singles:]:
+            chosen += self._forward(work[singles:])
+        for request, count in work:
+            request.stored += count
+        return chosen
+
+    def _forward(self, work: list[tuple[Request, int]]) -> list[int]:
         xp = self.decoder.xp
         tokens, positions, last = [], [], []
         for request, count in work:
             tokens += request.tokens[request.stored : request.stored + count]
             positions += range(request.stored, request.stored + count)
-            if request.left == count:
-                last.append(len(tokens) - 1)
+            last.append(len(tokens) - 1)
         attend = PagedBatchAttention(self.cache, [(request.sequence, count) for request, count in work])
-        logits = self.decoder.forward(xp.asarray(tokens), xp.asarray(positions), attend, xp.asarray(last, dtype="int64"))
-        for request, count in work:
-            request.stored += count
-        return logits
+        return self.decoder.forward(*map(xp.asarray, (tokens, positions)), attend, xp.asarray(last)).argmax(axis=1).tolist()
+
+    def _replay(self, requests: list[Request]) -> list[int]:
+        """The same for one token each, by the graph; it has rows for more, in which nothing is stored."""
+        self.cache.refresh(self._batch, [request.sequence for request in requests], reserved=1)
+        tokens = np.zeros(self.max_num_seqs, "int64")
+        tokens[: len(requests)] = [request.tokens[request.stored] for request in requests]
+        self._graph.tokens.set(tokens)
+        return self._graph.replay()[: len(requests)].tolist()
+
+    def _pages_of_layer(self, layer: int) -> tuple[Array, Array, dict[str, Array]]:
+        pages = self._batch.layer(layer)
+        return pages.k_pages, pages.v_pages, {"page_table": pages.page_table}
 
 
 class PagedBatchAttention:
@@ -225,7 +252,8 @@ class PagedBatchAttention:
 
     def __call__(self, layer: int, q: Array, k: Array, v: Array) -> Array:
         """q (1, N, Hq, D) and k, v (1, N, Hkv, D): the new tokens of all sequences, one after the other."""
-        out = array_namespace(q).empty_like(q)
+        out, dtype = array_namespace(q).empty_like(q), self._cache.dtype
+        q, k, v = (x.astype(dtype, copy=False) for x in (q, k, v))
         if self._single is not None:
             pages, n = self._single.layer(layer), self._singles
             each, new_k, new_v = (x[0, :n, None] for x in (q, k, v))

@@ -30,22 +30,26 @@ class DenseAttention:
         Order in which cuflash is handed queries and caches; the model itself always uses (B, S, H, D).
     memory : AttentionMemory, optional
         Measures what the attention calls allocate.
+    dtype : str, optional
+        Of stored keys and values, and of queries as cuflash is handed them.
     """
 
     dtype = "float32"
 
     def __init__(
-        self, config: Config, capacity: int, xp: Any, layout: str = "BSHD", memory: AttentionMemory | None = None
-    ) -> None:
+        self, config: Config, capacity: int, xp: Any, layout: str = "BSHD", memory: AttentionMemory | None = None,
+        dtype: str | None = None,
+    ) -> None:  # fmt: skip
         self.xp, self.layout, self.length, self.capacity = xp, layout, 0, capacity
+        self.dtype = dtype or self.dtype
         self.memory = memory or AttentionMemory(xp, enabled=False)
         shape = self._ordered((1, capacity, config.kv_heads, config.head_size))
         self.keys = [xp.zeros(shape, self.dtype) for _ in range(config.layers)]
         self.values = [xp.zeros(shape, self.dtype) for _ in range(config.layers)]
 
     def __call__(self, layer: int, q: Array, k: Array, v: Array) -> Array:
-        keys, values = self.keys[layer], self.values[layer]
-        q, k, v = (to_layout(x, self.layout) for x in (q, k, v))
+        keys, values, dtype = self.keys[layer], self.values[layer], q.dtype
+        q, k, v = (to_layout(x, self.layout).astype(self.dtype, copy=False) for x in (q, k, v))
         if self.length + k.shape[self._axis] > self.capacity:
             raise ValueError(f"cache: {self.length} + {k.shape[self._axis]} positions, room for {self.capacity}")
         if q.shape[self._axis] == 1:
@@ -57,7 +61,7 @@ class DenseAttention:
             self._positions(values, self.length, end)[...] = v
             with self.memory.layer(layer):
                 out = self._attention(q, self._positions(keys, 0, end), self._positions(values, 0, end))
-        return to_layout(out, self.layout)
+        return to_layout(out, self.layout).astype(dtype, copy=False)
 
     def advance(self, count: int) -> None:
         self.length += count
@@ -84,7 +88,9 @@ class MaterialisedAttention(DenseAttention):
     """The textbook form: the whole score matrix in memory, softmax over it, times V."""
 
     def _attention(self, q: Array, keys: Array, values: Array) -> Array:
-        return to_layout(_materialised(self.xp, *(to_layout(x, self.layout) for x in (q, keys, values))), self.layout)
+        dtype = self.xp.result_type(self.dtype, "float32")  # of all arithmetic
+        q, keys, values = (to_layout(x, self.layout).astype(dtype, copy=False) for x in (q, keys, values))
+        return to_layout(_materialised(self.xp, q, keys, values), self.layout)
 
     def _decode(self, q: Array, keys: Array, values: Array, k: Array, v: Array) -> Array:
         end = self.length + 1
@@ -120,9 +126,10 @@ class PagedAttention:
     PAGE_SIZE = 16
 
     def __init__(
-        self, config: Config, capacity: int, xp: Any, layout: str = "BSHD", memory: AttentionMemory | None = None
-    ) -> None:
-        self.layout, self.length = layout, 0
+        self, config: Config, capacity: int, xp: Any, layout: str = "BSHD", memory: AttentionMemory | None = None,
+        dtype: str = "float32",
+    ) -> None:  # fmt: skip
+        self.layout, self.length, self.dtype = layout, 0, dtype
         self.memory = memory or AttentionMemory(xp, enabled=False)
         self._cache = cuflash.PagedKVCache(
             num_pages=-(-capacity // self.PAGE_SIZE),
@@ -130,6 +137,7 @@ class PagedAttention:
             heads_kv=config.kv_heads,
             head_dim=config.head_size,
             num_layers=config.layers,
+            dtype=dtype,
             layout=layout,
         )
         self._sequence = self._cache.new_sequence()
@@ -144,8 +152,8 @@ class PagedAttention:
             self._batch = self._cache.batch([self._sequence])
         pages = self._batch.layer(layer)
         keys, values, lengths = pages.k_pages, pages.v_pages, pages.kv_lengths
-        options = {"page_table": pages.page_table, "layout": self.layout}
-        q, k, v = (to_layout(x, self.layout) for x in (q, k, v))
+        options, dtype = {"page_table": pages.page_table, "layout": self.layout}, q.dtype
+        q, k, v = (to_layout(x, self.layout).astype(self.dtype, copy=False) for x in (q, k, v))
         if count == 1:
             before = lengths - 1  # decode() counts the keys before the new one
             with self.memory.layer(layer):
@@ -154,7 +162,7 @@ class PagedAttention:
             self._cache.write([self._sequence], k, v, layer=layer)
             with self.memory.layer(layer):
                 out = cuflash.attention(q, keys, values, causal=True, kv_lengths=lengths, **options)
-        return to_layout(out, self.layout)
+        return to_layout(out, self.layout).astype(dtype, copy=False)
 
     def advance(self, count: int) -> None:
         self.length += count

@@ -69,6 +69,11 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         default="cpu",
         help="cuda: CuPy arrays on a GPU",
     )
+    parser.add_argument(
+        "--kv-cache-dtype",
+        choices=("float32", "float16"),
+        help="of keys and values, and of attention (default: float16 with --device cuda, else float32)",
+    )
     parser.add_argument("--check", action="store_true", help="compare the logits with the N x N form instead")
     parser.add_argument("--cache-dir", help=f"where the model is kept (default: {download.default_cache_dir()})")
     options = parser.parse_args(arguments)
@@ -82,6 +87,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     for name, value in DEFAULTS.items():
         if getattr(options, name) is None:
             setattr(options, name, value)
+    if options.kv_cache_dtype is None:
+        options.kv_cache_dtype = "float16" if options.device == "cuda" else "float32"
     if options.max_tokens < 1:
         parser.error(f"--max-tokens must be at least 1, not {options.max_tokens}")
     if not options.temperature >= 0:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 import smollm2_attention as attention
-from smollm2_graph import TokenGraph
+from smollm2_graph import DenseTokenGraph
 from smollm2_memory import AttentionMemory
 from smollm2_model import Array, Attend, Decoder, Float64Weights
 from smollm2_tokenizer import ChatTokenizer
@@ -37,7 +37,7 @@ class Chat:
     decoder: Decoder
     tokenizer: ChatTokenizer
     memory: AttentionMemory = field(init=False)
-    _captured: tuple[Attend, TokenGraph] | None = field(init=False, default=None)
+    _captured: tuple[Attend, DenseTokenGraph] | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         self.memory = AttentionMemory(self.decoder.xp)
@@ -50,7 +50,8 @@ class Chat:
             "numpy": attention.MaterialisedAttention,
             "paged": attention.PagedAttention,
         }[kind]
-        return made(self.decoder.config, capacity, self.decoder.xp, self.options.layout, self.memory)
+        options = self.options
+        return made(self.decoder.config, capacity, self.decoder.xp, options.layout, self.memory, options.kv_cache_dtype)
 
     def generate(self, history: list[int], attend: Attend, timing: Timing) -> Iterator[int]:
         """Feed what `attend` has not seen of `history`, then choose, append and yield tokens until the answer ends."""
@@ -74,12 +75,12 @@ class Chat:
                 return
             yield token
 
-    def token_graph(self, attend: Attend) -> TokenGraph | None:
+    def token_graph(self, attend: Attend) -> DenseTokenGraph | None:
         """The graph that decodes with `attend` on a GPU; captured at the first call."""
         if self.decoder.xp.__name__ != "cupy" or type(attend) is not attention.DenseAttention:
             return None
         if self._captured is None or self._captured[0] is not attend:
-            self._captured = attend, TokenGraph(self.decoder, attend)
+            self._captured = attend, DenseTokenGraph(self.decoder, attend)
         return self._captured[1]
 
     def feed(self, token: int, attend: Attend) -> np.ndarray:

@@ -14,7 +14,7 @@ EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 sys.path.insert(0, str(EXAMPLES))
 
 import smollm2_attention as attention  # noqa: E402
-from smollm2_graph import TokenGraph  # noqa: E402
+from smollm2_graph import DenseTokenGraph  # noqa: E402
 from smollm2_model import Decoder, Float64Weights  # noqa: E402
 from toy_model import VOCABULARY, small_model  # noqa: E402
 
@@ -57,7 +57,7 @@ def test_logits_on_cupy_arrays(layout, monkeypatch):
 
     # The same from one captured graph, whose memory nobody else may get.
     attend = attention.DenseAttention(config, len(tokens), cupy, layout)
-    graph = TokenGraph(decoder, attend)
+    graph = DenseTokenGraph(decoder, attend)
     ours = [decoder(tokens[:prompt], attend, every_position=True).get()]
     for token, row in zip(tokens[prompt:], truth[prompt:], strict=True):
         assert graph(token) == row.argmax()
@@ -74,7 +74,7 @@ def test_a_graph_draws_by_the_noise_it_is_given():
     config, weights = small_model()
     decoder = Decoder(config, {name: cupy.asarray(array) for name, array in weights.items()})
     attend = attention.DenseAttention(config, 16, cupy)
-    graph, noise = TokenGraph(decoder, attend), np.zeros(VOCABULARY)
+    graph, noise = DenseTokenGraph(decoder, attend), np.zeros(VOCABULARY)
     decoder([1, 2, 3], attend)
     for token in (17, 42):
         noise[:] = 0
