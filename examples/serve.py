@@ -11,7 +11,6 @@ Answers go to the standard output as they are finished, everything else to the s
 from __future__ import annotations
 
 import argparse
-import math
 import sys
 import time
 from collections import deque
@@ -58,7 +57,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--num-pages", type=int, default=256, help="pages of keys and values (default: 256)")
     parser.add_argument("--page-size", type=int, default=16, help="tokens a page (default: 16)")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cuda: CuPy arrays on a GPU")
-    parser.add_argument("--kv-cache-dtype", choices=("float32", "float16"), help="of keys and values, and of attention (see smollm2_chat.py)")
+    parser.add_argument("--kv-cache-dtype", choices=("float32", "float16"), help="as for smollm2_chat.py")
     parser.add_argument("--check", action="store_true", help="then answer one at a time, and compare the texts")
     parser.add_argument("--cache-dir", help="where the model is kept")
     options = parser.parse_args(arguments)

@@ -82,7 +82,8 @@ class Engine:
 
     def __init__(
         self, decoder: Decoder, stop_ids: Sequence[int] | frozenset[int], *, num_pages: int = 256, page_size: int = 16,
-        max_num_seqs: int = 8, max_num_batched_tokens: int = 128, kv_cache_dtype: str = "float32", clock: Callable[[], float] = time.perf_counter,
+        max_num_seqs: int = 8, max_num_batched_tokens: int = 128, kv_cache_dtype: str = "float32",
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:  # fmt: skip
         if not 1 <= max_num_seqs <= max_num_batched_tokens:
             raise ValueError(f"max_num_seqs: {max_num_seqs}; it must be from 1 to max_num_batched_tokens, {max_num_batched_tokens}")

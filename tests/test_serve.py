@@ -97,6 +97,25 @@ def test_texts_are_those_of_one_at_a_time(decoder, alone, sizes, prefix):
         assert engine.preemptions > 0
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("pages", [200, 24])
+def test_texts_on_a_gpu_are_those_of_the_cpu(alone, pages):
+    """Single tokens through the captured graph, chunks of prompts beside it."""
+    import cupy
+
+    config, weights = small_model()
+    decoder = Decoder(config, {name: cupy.asarray(array) for name, array in weights.items()})
+    engine = Engine(decoder, STOP, num_pages=pages, page_size=4, max_num_seqs=9, max_num_batched_tokens=16)
+    engine.keep_prefix(PREFIX)
+    requests = [Request(prompt, 20) for prompt in prompts(12)]
+    for request in requests:
+        engine.submit(request)
+    drain(engine)
+    assert [request.output for request in requests] == alone
+    assert (engine.preemptions > 0) == (pages == 24)
+    assert engine.cache.free_pages == pages - 5
+
+
 def test_requests_decode_together_and_share_pages(decoder):
     engine = Engine(decoder, frozenset(), num_pages=100, page_size=4, max_num_seqs=10)
     engine.keep_prefix(PREFIX)

@@ -23,57 +23,91 @@ from cuflash.backends import cuda  # noqa: E402
 pytestmark = pytest.mark.gpu
 
 QUESTION = "What is the capital of France?"
+TOKENS = np.random.default_rng(1).integers(0, VOCABULARY, 200).tolist()
+PROMPT = 190
 
 
+def logits(decoder, attend):
+    """A prompt, then a token at a time."""
+    rows = [decoder(TOKENS[:PROMPT], attend, every_position=True), *(decoder([token], attend) for token in TOKENS[PROMPT:])]
+    return np.concatenate([row if isinstance(row, np.ndarray) else row.get() for row in rows])
+
+
+@pytest.fixture(scope="module")
+def truth():
+    config, weights = small_model()
+    return logits(Decoder(config, Float64Weights(weights)), attention.Float64Attention(config, len(TOKENS), np))
+
+
+@pytest.fixture(scope="module")
+def decoder():
+    import cupy
+
+    config, weights = small_model()
+    return Decoder(config, {name: cupy.asarray(array) for name, array in weights.items()})
+
+
+def allowed(truth, dtype):
+    """Twice the error that the materialising form has on the CPU."""
+    config, weights = small_model()
+    naive = logits(Decoder(config, weights), attention.MaterialisedAttention(config, len(TOKENS), np, dtype=dtype))
+    return 2 * np.abs(naive - truth).max() + 2 * np.finfo(np.float32).eps * np.abs(truth).max()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
 @pytest.mark.parametrize("layout", ["BSHD", "BHSD"])
-def test_logits_on_cupy_arrays(layout, monkeypatch):
-    """A prompt, then a token at a time: within the error that the materialising form has on the CPU."""
+def test_logits_on_cupy_arrays(layout, dtype, decoder, truth, monkeypatch):
     import cupy
 
     ran = []
-    run = cuda.run
+    run, prepare = cuda.run, cuda.prepare
     monkeypatch.setattr(cuda, "run", lambda plan, problem: ran.append(problem.op) or run(plan, problem))
-    prepare = cuda.prepare
     monkeypatch.setattr(cuda, "prepare", lambda plan, problem: ran.append(problem.op) or prepare(plan, problem))
-    config, weights = small_model()
-    tokens = np.random.default_rng(1).integers(0, VOCABULARY, 200).tolist()
-    prompt = 190
-
-    def logits(decoder, kind, xp, *options):
-        attend = kind(decoder.config, len(tokens), xp, *options)
-        rows = [decoder(tokens[:prompt], attend, every_position=True)]
-        return np.concatenate([x if isinstance(x, np.ndarray) else x.get() for x in (
-            *rows, *(decoder([token], attend) for token in tokens[prompt:])
-        )])  # fmt: skip
-
-    naive = logits(Decoder(config, weights), attention.MaterialisedAttention, np)
-    truth = logits(Decoder(config, Float64Weights(weights)), attention.Float64Attention, np)
-    decoder = Decoder(config, {name: cupy.asarray(array) for name, array in weights.items()})
-    ours = logits(decoder, attention.DenseAttention, cupy, layout)
-    allowed = 2 * np.abs(naive - truth).max() + 2 * np.finfo(np.float32).eps * np.abs(truth).max()
-    assert np.abs(ours - truth).max() <= allowed
-    assert np.array_equal(ours.argmax(axis=1), truth.argmax(axis=1))
+    ours = logits(decoder, attention.DenseAttention(decoder.config, len(TOKENS), cupy, layout, dtype=dtype))
+    assert np.abs(ours - truth).max() <= allowed(truth, dtype)
+    assert dtype == "float16" or np.array_equal(ours.argmax(axis=1), truth.argmax(axis=1))
     assert "attention" in ran and "decode" in ran
 
-    # The same from one captured graph, whose memory nobody else may get.
-    attend = attention.DenseAttention(config, len(tokens), cupy, layout)
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("layout", ["BSHD", "BHSD"])
+def test_logits_of_a_captured_graph(layout, dtype, decoder, truth):
+    import cupy
+
+    attend = attention.DenseAttention(decoder.config, len(TOKENS), cupy, layout, dtype=dtype)
     graph = DenseTokenGraph(decoder, attend)
-    ours = [decoder(tokens[:prompt], attend, every_position=True).get()]
-    for token, row in zip(tokens[prompt:], truth[prompt:], strict=True):
-        assert graph(token) == row.argmax()
+    ours = [decoder(TOKENS[:PROMPT], attend, every_position=True).get()]
+    for token in TOKENS[PROMPT:]:
+        following = graph(token)
         ours.append(graph.logits.get())
-        cupy.full(1 << 20, np.nan)
-    assert np.abs(np.concatenate(ours) - truth).max() <= allowed
+        assert following == ours[-1].argmax()
+        cupy.full(1 << 20, np.nan)  # nobody else may get the graph's memory
+    assert np.abs(np.concatenate(ours) - truth).max() <= allowed(truth, dtype)
     with pytest.raises(ValueError, match="room for 200"):
         graph(0)
 
 
-def test_a_graph_draws_by_the_noise_it_is_given():
+def test_a_graph_goes_on_behind_a_prompt_of_its_own_choice(decoder):
+    """Its token and length come from the host where they are not those that it left."""
     import cupy
 
-    config, weights = small_model()
-    decoder = Decoder(config, {name: cupy.asarray(array) for name, array in weights.items()})
-    attend = attention.DenseAttention(config, 16, cupy)
+    attend = attention.DenseAttention(decoder.config, 64, cupy)
+    graph = DenseTokenGraph(decoder, attend)
+    decoder(TOKENS[:20], attend)
+    first = graph(TOKENS[20])
+    graph(first)
+    decoder(TOKENS[:7], attend)
+    graph(TOKENS[7])
+    other = attention.DenseAttention(decoder.config, 64, cupy)
+    expected = decoder([*TOKENS[:21], first, *TOKENS[:8]], other)
+    assert attend.length == other.length == 30
+    cupy.testing.assert_allclose(graph.logits, expected, atol=1e-4)
+
+
+def test_a_graph_draws_by_the_noise_it_is_given(decoder):
+    import cupy
+
+    attend = attention.DenseAttention(decoder.config, 16, cupy)
     graph, noise = DenseTokenGraph(decoder, attend), np.zeros(VOCABULARY)
     decoder([1, 2, 3], attend)
     for token in (17, 42):
