@@ -100,7 +100,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     if options.paged and options.attention == "numpy":
         parser.error("--paged needs --attention cuflash")
     if options.paged and options.device == "cuda":
-        parser.error("--paged runs with --device cpu only: PagedKVCache keeps NumPy arrays")
+        parser.error("--paged runs with --device cpu only; examples/serve.py decodes from pages on a GPU")
     if options.prompt == "-":
         options.prompt = sys.stdin.read()
     elif options.prompt is None:
