@@ -153,7 +153,7 @@ def warm_up(chat: Chat) -> None:
     start = time.perf_counter()
     attend = chat.attend(4)
     chat.decoder([1, 1], attend)
-    chat.decoder([1], attend)
+    chat.feed(1, attend)
     say(f"Attention is ready ({time.perf_counter() - start:.1f} s).\n")
 
 

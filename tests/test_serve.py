@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import subprocess
 import sys
@@ -249,20 +248,35 @@ def test_questions(serve, tmp_path):
         serve.read_questions(serve.parse(["--prompts", str(tmp_path / "none")]))
 
 
-@pytest.mark.model
-def test_the_command(serve):
+def answers(*options: str) -> subprocess.CompletedProcess:
+    """The command, with the model if it can be had."""
     import smollm2_download as download
 
     try:
         download.find_gguf()
     except download.DownloadError as error:
         pytest.skip(f"the model cannot be downloaded here: {str(error).splitlines()[0]}")
-    options = ["--num-prompts", "4", "--max-tokens", "10", "--request-rate", "inf", "--num-pages", "13", "--check"]
     done = subprocess.run(
-        [sys.executable, str(EXAMPLES / "serve.py"), *options],
+        [sys.executable, str(EXAMPLES / "serve.py"), "--request-rate", "inf", *options],
         env=os.environ | {"PYTHONIOENCODING": "utf-8"}, capture_output=True, encoding="utf-8", timeout=300,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
+    return done
+
+
+@pytest.mark.model
+def test_the_command(serve):
+    done = answers("--num-prompts", "4", "--max-tokens", "10", "--num-pages", "13", "--check")
     assert "> What is the capital of France?\nThe capital of France is Paris.\n" in done.stdout
     assert "4 of 4 texts are equal" in done.stderr
     assert "time to first token" in done.stderr
+
+
+@pytest.mark.gpu
+@pytest.mark.model
+def test_the_command_on_a_gpu(serve):
+    """In float16, by graphs, together and alone: the texts of the CPU in float32."""
+    options = "--num-prompts", str(len(serve.QUESTIONS)), "--max-tokens", "48"
+    there = answers(*options, "--device", "cuda", "--check")
+    assert "8 of 8 texts are equal" in there.stderr
+    assert sorted(there.stdout.split("\n> ")) == sorted(answers(*options).stdout.split("\n> "))

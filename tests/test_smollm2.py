@@ -152,11 +152,13 @@ def test_prompt_in_chunks_equals_whole_prompt(decoder, expected, name):
 def test_greedy_answers_are_the_same(decoder, tokenizer):
     """Every step's best token leads by far more than rounding, so that the engines must choose alike."""
     answers = {}
-    for name in ("materialised", *ENGINES):
+    for name in ("materialised", "float16", *ENGINES):
         ids = tokenizer.start_chat(QUESTION)
         capacity = len(ids) + 20
         if name == "materialised":
             attend = attention.MaterialisedAttention(decoder.config, capacity, np)
+        elif name == "float16":
+            attend = attention.DenseAttention(decoder.config, capacity, np, dtype=name)
         else:
             attend = engine(name, decoder.config, capacity)
         answer, feed = [], ids
