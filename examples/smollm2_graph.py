@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,7 @@ from smollm2_model import Array, Decoder
 
 import cuflash
 
-# CuPy takes no cuBLAS call into a capture.  For a few tokens a product reads each weight once: a plain kernel is fast enough.
+# CuPy takes no cuBLAS call into a capture.  For a few tokens a product is reading the weights once, which a plain kernel can do.
 KERNELS = r"""
 __device__ float warp_sum(float x) {
     for (int lanes = 16; lanes > 0; lanes /= 2) x += __shfl_xor_sync(0xffffffff, x, lanes);
@@ -20,66 +21,80 @@ __device__ float warp_sum(float x) {
 
 __device__ float dot(float4 a, float4 b) { return a.x * b.x + a.y * b.y + a.z * b.z + a.w * b.w; }
 
-// y (tokens, rows) = x (tokens, 4 * quads) times the transpose of W (rows, 4 * quads); a warp for each row of W.
-extern "C" __global__ void linear(const float4* W, const float4* x, float* y, int tokens, int rows, int quads) {
-    const int TOGETHER = 8;
-    int row = blockIdx.x * blockDim.y + threadIdx.y;
-    if (row >= rows) return;
-    for (int first = 0; first < tokens; first += TOGETHER) {
-        float sums[TOGETHER] = {};
+// y (tokens, rows) = add + rms_norm(x) W^T, for x (tokens, 4 * quads) and W (rows, 4 * quads).  Without gain x is taken as it is;
+// add (tokens, rows) may be null.  A warp computes ROWS rows of TOKENS tokens at a time.
+template <int ROWS, int TOKENS>
+__global__ void linear(const float4* W, const float4* x, const float4* gain, const float* add, float* y, int tokens, int rows, int quads,
+                       float eps) {
+    int row = (blockIdx.x * blockDim.y + threadIdx.y) * ROWS;
+    for (int token = 0; token < tokens; token += TOKENS) {
+        float sums[TOKENS][ROWS] = {}, squares[TOKENS] = {};
         for (int i = threadIdx.x; i < quads; i += 32) {
-            float4 w = W[(size_t)row * quads + i];
-            #pragma unroll
-            for (int t = 0; t < TOGETHER; ++t)
-                if (first + t < tokens) sums[t] += dot(w, x[(first + t) * quads + i]);
+            float4 w[ROWS], g = gain ? gain[i] : make_float4(1, 1, 1, 1);
+            for (int r = 0; r < ROWS; ++r) {
+                float4 a = W[(size_t)min(row + r, rows - 1) * quads + i];
+                w[r] = make_float4(a.x * g.x, a.y * g.y, a.z * g.z, a.w * g.w);
+            }
+            for (int t = 0; t < TOKENS; ++t) {
+                float4 b = x[min(token + t, tokens - 1) * quads + i];
+                squares[t] += dot(b, b);
+                for (int r = 0; r < ROWS; ++r) sums[t][r] += dot(w[r], b);
+            }
         }
-        #pragma unroll
-        for (int t = 0; t < TOGETHER; ++t) {
-            float sum = warp_sum(sums[t]);
-            if (threadIdx.x == 0 && first + t < tokens) y[(size_t)(first + t) * rows + row] = sum;
+        for (int t = 0; t < TOKENS; ++t) {
+            float scale = gain ? rsqrtf(warp_sum(squares[t]) / (4 * quads) + eps) : 1;
+            for (int r = 0; r < ROWS; ++r) {
+                float sum = warp_sum(sums[t][r]) * scale;
+                size_t place = (size_t)(token + t) * rows + row + r;
+                if (threadIdx.x == 0 && token + t < tokens && row + r < rows) y[place] = add ? add[place] + sum : sum;
+            }
         }
-    }
-}
-
-// y = x / sqrt(mean(x * x) + eps) * weight over each token's 4 * quads features; a block of one warp for each token.
-extern "C" __global__ void rms_norm(const float4* x, const float4* weight, float4* y, int quads, float eps) {
-    x += blockIdx.x * quads, y += blockIdx.x * quads;
-    float sum = 0;
-    for (int i = threadIdx.x; i < quads; i += 32) sum += dot(x[i], x[i]);
-    float scale = rsqrtf(warp_sum(sum) / (4 * quads) + eps);
-    for (int i = threadIdx.x; i < quads; i += 32) {
-        float4 a = x[i], w = weight[i];
-        y[i] = make_float4(a.x * scale * w.x, a.y * scale * w.y, a.z * scale * w.z, a.w * scale * w.w);
     }
 }
 """
-ROWS_PER_BLOCK = 4
+TILES = (1, 1), (2, 8)  # ROWS and TOKENS for one token and for more
+WARPS = 4  # of a block
 
 
-class CapturableDecoder(Decoder):
-    """The same model of calls that a CUDA graph can hold; the rotary embedding is left to the attention."""
+class FewTokens:
+    """The model for one new token in each of a few sequences, of calls that a CUDA graph can hold: nine kernels a layer."""
 
     def __init__(self, decoder: Decoder) -> None:
-        super().__init__(decoder.config, decoder.weights)
-        module = self.xp.RawModule(code=KERNELS)
-        self._linear_kernel, self._norm_kernel = module.get_function("linear"), module.get_function("rms_norm")
-        self._swiglu = self.xp.fuse(self._swiglu)
-        self.rope = self._cos[:, 0], self._sin[:, 0], "interleaved"
+        xp, self.config, self.rope = decoder.xp, decoder.config, (*decoder.rotary_tables(), "interleaved")
+        names = ["linear<{}, {}>".format(*tile) for tile in TILES]
+        module = xp.RawModule(code=KERNELS, options=("--std=c++17",), name_expressions=names)
+        self._kernels = [(tile[0] * WARPS, module.get_function(name)) for tile, name in zip(TILES, names, strict=True)]
+        self._empty, self._swiglu = xp.empty, xp.fuse(decoder.swiglu)
+        self._weights = {name.removesuffix(".weight"): array for name, array in decoder.weights.items()}
+        for layer in range(self.config.layers):  # what is multiplied by the same vectors, in one product
+            for joined, parts in (("attn_qkv", ("attn_q", "attn_k", "attn_v")), ("ffn_gate_up", ("ffn_gate", "ffn_up"))):
+                self._weights[f"blk.{layer}.{joined}"] = xp.concatenate([self._weights[f"blk.{layer}.{part}"] for part in parts])
 
-    def _linear(self, x: Array, name: str) -> Array:
-        weight = self.weights[name + ".weight"]
-        sizes = tokens, rows, quads = len(x), len(weight), weight.shape[1] // 4
-        y = self.xp.empty((tokens, rows), weight.dtype)
-        self._linear_kernel((-(-rows // ROWS_PER_BLOCK),), (32, ROWS_PER_BLOCK), (weight, x, y, *map(np.int32, sizes)))
+    def __call__(self, tokens: Array, attend: Callable[[int, Array], Array]) -> Array:
+        """Logits (B, vocabulary) after tokens (B,); `attend` takes each layer's (B, Hq + 2 Hkv, D) and returns (B, Hq, D)."""
+        count, size = len(tokens), self.config.head_size
+        x = self._weights["token_embd"][tokens]
+        for layer in range(self.config.layers):
+            block = f"blk.{layer}."
+            qkv = self._linear(x, block + "attn_qkv", norm=block + "attn_norm")
+            out = attend(layer, qkv.reshape(count, -1, size))
+            x = self._linear(out.reshape(count, -1), block + "attn_output", add=x)
+            gate_up = self._linear(x, block + "ffn_gate_up", norm=block + "ffn_norm").reshape(count, 2, -1)
+            x = self._linear(self._swiglu(gate_up[:, 0], gate_up[:, 1]), block + "ffn_down", add=x)
+        return self._linear(x, "token_embd", norm="output_norm")
+
+    def _linear(self, x: Array, name: str, norm: str | None = None, add: Array | None = None) -> Array:
+        weight = self._weights[name]
+        gain = None if norm is None else self._weights[norm]
+        sizes = tokens, rows, _ = len(x), len(weight), weight.shape[1] // 4
+        rows_per_block, kernel = self._kernels[tokens > 1]
+        y = self._empty((tokens, rows), "float32")
+        arguments = weight, x, gain, add, y, *map(np.int32, sizes), np.float32(self.config.norm_eps)
+        kernel((-(-rows // rows_per_block),), (32, WARPS), arguments)
         return y
 
-    def _norm(self, x: Array, name: str) -> Array:
-        y, eps = self.xp.empty_like(x), np.float32(self.config.norm_eps)
-        self._norm_kernel((len(x),), (32,), (x, self.weights[name + ".weight"], y, np.int32(x.shape[1] // 4), eps))
-        return y
 
-    def _rotate(self, x: Array, cos: Array, sin: Array) -> Array:
-        return x
+few_tokens = functools.lru_cache(maxsize=1)(FewTokens)  # the joined weights, once for all graphs of a model
 
 
 class TokenGraph:
@@ -108,7 +123,7 @@ class TokenGraph:
 
     def __init__(self, decoder: Decoder, lengths: Array, caches: Callable[[int], tuple[Array, Array, dict[str, Any]]]) -> None:
         cupy: Any = decoder.xp
-        self._decoder, self._lengths, self._caches = CapturableDecoder(decoder), lengths, caches
+        self._model, self._lengths, self._caches = few_tokens(decoder), lengths, caches
         self.tokens, self.noise = cupy.zeros(len(lengths), "int64"), cupy.zeros(len(decoder.weights["token_embd.weight"]))
         cupy.cuda.get_current_stream().synchronize()
         # A pool of its own: no other array may get memory that the graph writes to at each replay.
@@ -126,17 +141,19 @@ class TokenGraph:
         return self.tokens.get()
 
     def _step(self) -> Array:
-        logits = self._decoder.forward(self.tokens, slice(0, 1), self._attention, slice(None))
+        logits = self._model(self.tokens, self._attention)
         self._lengths += 1
         self.tokens[...] = (logits + self.noise).argmax(axis=1)
         return logits
 
-    def _attention(self, layer: int, q: Array, k: Array, v: Array) -> Array:
+    def _attention(self, layer: int, qkv: Array) -> Array:
         keys, values, options = self._caches(layer)
-        layout = options.get("layout", "BSHD")
-        q, k, v = (to_layout(x[0, :, None].astype(keys.dtype, copy=False), layout) for x in (q, k, v))  # one new token each
-        out = cuflash.decode(q, keys, values, self._lengths, k_new=k, v_new=v, rope=self._decoder.rope, **options)
-        return to_layout(out, layout).astype("float32", copy=False)
+        config, layout = self._model.config, options.get("layout", "BSHD")
+        first, second = config.query_heads, config.query_heads + config.kv_heads
+        qkv = qkv[:, None].astype(keys.dtype, copy=False)  # (B, 1, heads, D): one new token in each sequence
+        q, k, v = (to_layout(x, layout) for x in (qkv[:, :, :first], qkv[:, :, first:second], qkv[:, :, second:]))
+        out = cuflash.decode(q, keys, values, self._lengths, k_new=k, v_new=v, rope=self._model.rope, **options)
+        return to_layout(out, layout)[:, 0].astype("float32", copy=False)
 
 
 class DenseTokenGraph(TokenGraph):

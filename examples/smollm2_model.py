@@ -55,7 +55,7 @@ class Decoder:
         self.config = config
         self.weights = weights
         self.xp = array_namespace(weights["token_embd.weight"])
-        self._cos, self._sin = self._rotary_tables()
+        self._cos, self._sin = (table[:, None] for table in self.rotary_tables())
 
     def __call__(self, tokens: list[int], attend: Attend, *, every_position: bool = False) -> Array:
         """Feed the next tokens of one sequence.
@@ -128,19 +128,18 @@ class Decoder:
 
     def _feed_forward(self, layer: int, x: Array) -> Array:
         gate, up = (self._linear(x, f"blk.{layer}.ffn_{name}") for name in ("gate", "up"))
-        return self._linear(self._swiglu(gate, up), f"blk.{layer}.ffn_down")
+        return self._linear(self.swiglu(gate, up), f"blk.{layer}.ffn_down")
 
-    def _swiglu(self, gate: Array, up: Array) -> Array:
+    def swiglu(self, gate: Array, up: Array) -> Array:
         """gate * sigmoid(gate) * up, without an exp that overflows."""
         return gate * (0.5 + 0.5 * self.xp.tanh(0.5 * gate)) * up
 
-    def _rotary_tables(self) -> tuple[Array, Array]:
-        """cos and sin, (context, 1, D/2): the angle of each position and pair, computed in float64."""
+    def rotary_tables(self) -> tuple[Array, Array]:
+        """cos and sin, (context, D/2): the angle of each position and pair, computed in float64."""
         xp, c = self.xp, self.config
         pairs = xp.arange(c.head_size // 2, dtype=xp.float64)
         angles = xp.arange(c.context, dtype=xp.float64)[:, None] * c.rope_base ** (-2 * pairs / c.head_size)
-        cos, sin = (table.astype(xp.float32)[:, None, :] for table in (xp.cos(angles), xp.sin(angles)))
-        return cos, sin
+        return xp.cos(angles).astype(xp.float32), xp.sin(angles).astype(xp.float32)
 
     def _rotate(self, x: Array, cos: Array, sin: Array) -> Array:
         """Rotary positions; GGUF stores Q and K rows so that a pair is two neighbours (2i, 2i + 1)."""
