@@ -160,12 +160,12 @@ def main(arguments: list[str] | None = None) -> None:
     decoder, tokenizer = open_model(options.device, options.cache_dir)
     sizes = ("num_pages", "page_size", "max_num_seqs", "max_num_batched_tokens", "kv_cache_dtype")
     engine = Engine(decoder, tokenizer.stop_ids, **{name: getattr(options, name) for name in sizes})
-    say("Warming up, and computing the system prompt ...")
+    say("Computing the system prompt, and warming up ...")
     try:
-        engine.submit(Request([1, 1], 2))
+        engine.keep_prefix(tokenizer.system_message(options.system_prompt))
+        engine.submit(Request(tokenizer.start_chat("Hello", options.system_prompt), 2))
         while engine.busy:
             engine.step()
-        engine.keep_prefix(tokenizer.system_message(options.system_prompt))
     except (ValueError, CacheFullError) as error:
         sys.exit(f"--num-pages: {error}")
     start = engine.clock()

@@ -21,39 +21,35 @@ __device__ float warp_sum(float x) {
 
 __device__ float dot(float4 a, float4 b) { return a.x * b.x + a.y * b.y + a.z * b.z + a.w * b.w; }
 
-// y (tokens, rows) = add + rms_norm(x) W^T, for x (tokens, 4 * quads) and W (rows, 4 * quads).  Without gain x is taken as it is;
-// add (tokens, rows) may be null.  A warp computes ROWS rows of TOKENS tokens at a time.
-template <int ROWS, int TOKENS>
+const int WARPS = 4;  // of a block
+
+// y (tokens, rows) = add + rms_norm(x) W^T, for x (tokens, 4 * quads) and W (rows, 4 * quads); a warp for each row of W, which it
+// reads once for TOKENS tokens.  Without gain x is taken as it is; add (tokens, rows) may be null.
+template <int TOKENS>
 __global__ void linear(const float4* W, const float4* x, const float4* gain, const float* add, float* y, int tokens, int rows, int quads,
                        float eps) {
-    int row = (blockIdx.x * blockDim.y + threadIdx.y) * ROWS;
+    int row = blockIdx.x * WARPS + threadIdx.x / 32, lane = threadIdx.x % 32;
+    if (row >= rows) return;
     for (int token = 0; token < tokens; token += TOKENS) {
-        float sums[TOKENS][ROWS] = {}, squares[TOKENS] = {};
-        for (int i = threadIdx.x; i < quads; i += 32) {
-            float4 w[ROWS], g = gain ? gain[i] : make_float4(1, 1, 1, 1);
-            for (int r = 0; r < ROWS; ++r) {
-                float4 a = W[(size_t)min(row + r, rows - 1) * quads + i];
-                w[r] = make_float4(a.x * g.x, a.y * g.y, a.z * g.z, a.w * g.w);
-            }
+        float sums[TOKENS] = {}, squares[TOKENS] = {};
+        for (int i = lane; i < quads; i += 32) {
+            float4 w = W[(long long)row * quads + i];
+            if (gain) w = {w.x * gain[i].x, w.y * gain[i].y, w.z * gain[i].z, w.w * gain[i].w};
             for (int t = 0; t < TOKENS; ++t) {
-                float4 b = x[min(token + t, tokens - 1) * quads + i];
-                squares[t] += dot(b, b);
-                for (int r = 0; r < ROWS; ++r) sums[t][r] += dot(w[r], b);
+                float4 a = x[min(token + t, tokens - 1) * quads + i];
+                sums[t] += dot(w, a);
+                squares[t] += dot(a, a);
             }
         }
         for (int t = 0; t < TOKENS; ++t) {
-            float scale = gain ? rsqrtf(warp_sum(squares[t]) / (4 * quads) + eps) : 1;
-            for (int r = 0; r < ROWS; ++r) {
-                float sum = warp_sum(sums[t][r]) * scale;
-                size_t place = (size_t)(token + t) * rows + row + r;
-                if (threadIdx.x == 0 && token + t < tokens && row + r < rows) y[place] = add ? add[place] + sum : sum;
-            }
+            float scale = gain ? rsqrtf(warp_sum(squares[t]) / (4 * quads) + eps) : 1, sum = warp_sum(sums[t]) * scale;
+            long long place = (long long)(token + t) * rows + row;
+            if (lane == 0 && token + t < tokens) y[place] = add ? add[place] + sum : sum;
         }
     }
 }
 """
-TILES = (1, 1), (2, 8)  # ROWS and TOKENS for one token and for more
-WARPS = 4  # of a block
+WARPS = 4
 
 
 class FewTokens:
@@ -61,9 +57,9 @@ class FewTokens:
 
     def __init__(self, decoder: Decoder) -> None:
         xp, self.config, self.rope = decoder.xp, decoder.config, (*decoder.rotary_tables(), "interleaved")
-        names = ["linear<{}, {}>".format(*tile) for tile in TILES]
+        names = ["linear<1>", "linear<8>"]
         module = xp.RawModule(code=KERNELS, options=("--std=c++17",), name_expressions=names)
-        self._kernels = [(tile[0] * WARPS, module.get_function(name)) for tile, name in zip(TILES, names, strict=True)]
+        self._one, self._more = map(module.get_function, names)
         self._empty, self._swiglu = xp.empty, xp.fuse(decoder.swiglu)
         self._weights = {name.removesuffix(".weight"): array for name, array in decoder.weights.items()}
         for layer in range(self.config.layers):  # what is multiplied by the same vectors, in one product
@@ -87,10 +83,9 @@ class FewTokens:
         weight = self._weights[name]
         gain = None if norm is None else self._weights[norm]
         sizes = tokens, rows, _ = len(x), len(weight), weight.shape[1] // 4
-        rows_per_block, kernel = self._kernels[tokens > 1]
         y = self._empty((tokens, rows), "float32")
         arguments = weight, x, gain, add, y, *map(np.int32, sizes), np.float32(self.config.norm_eps)
-        kernel((-(-rows // rows_per_block),), (32, WARPS), arguments)
+        (self._one if tokens == 1 else self._more)((-(-rows // WARPS),), (32 * WARPS,), arguments)
         return y
 
 

@@ -1,0 +1,63 @@
+"""The kernel of examples/smollm2_graph.py, emulated on the host."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import devices
+import numpy as np
+import pytest
+from emulator import emulate
+from emulator.guarded import Guarded
+
+from cuflash import arrays
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
+
+from smollm2_graph import KERNELS, WARPS  # noqa: E402
+
+reason = "the cases are others in Numba's simulator" if devices.SIMULATED else emulate.why_unusable()
+if reason:
+    pytest.skip(f"kernels cannot be emulated here: {reason}", allow_module_level=True)
+
+POINTERS = ("W", "x", "gain", "add", "y")
+PARAMS = np.dtype([*((name, np.uint64) for name in POINTERS), *((name, np.int32) for name in ("tokens", "rows", "quads")), ("eps", np.float32)])
+BEFORE = """
+extern "C" float sqrtf(float) noexcept;
+inline float rsqrtf(float x) { return 1 / sqrtf(x); }
+"""
+BEHIND = """
+struct Params { const float4 *W, *x, *gain; const float* add; float* y; int tokens, rows, quads; float eps; };
+void linear_on_host(const Params& p) { linear<%d>(p.W, p.x, p.gain, p.add, p.y, p.tokens, p.rows, p.quads, p.eps); }
+"""
+EPS = np.finfo(np.float32).eps
+
+
+@pytest.mark.parametrize("together", [1, 8])
+def test_products_norms_and_sums(together, tmp_path):
+    emulator = emulate.Emulator(tmp_path)
+    library = emulator.compile(BEFORE + KERNELS + BEHIND % together, "linear_on_host", "Params", 900)
+    rng = np.random.default_rng(0)
+    for tokens, rows, columns, norm, residual in ((1, 9, 132, True, False), (8, 4, 64, False, True), (11, 6, 4, True, True)):
+        W, x, gain, add = (rng.standard_normal(shape, np.float32) for shape in ((rows, columns), (tokens, columns), columns, (tokens, rows)))
+        y = np.empty((tokens, rows), np.float32)
+        memory = {name: Guarded(arrays.view(a, name), "end") for name, a in (("W", W), ("x", x), ("gain", gain), ("add", add))}
+        memory["y"] = Guarded(arrays.view(y, "y"), "end", writable=True)
+        params = np.zeros(1, PARAMS)
+        for name in POINTERS:
+            params[name] = memory[name].view.pointer
+        if not norm:
+            params["gain"] = 0
+        if not residual:
+            params["add"] = 0
+        params["tokens"], params["rows"], params["quads"], params["eps"] = tokens, rows, columns // 4, 1e-5
+        emulator.execute(library, params, -(-rows // WARPS), 32 * WARPS, 0, memory)
+        memory["y"].write_back()
+        exact = x.astype(float)
+        if norm:
+            exact = exact / np.sqrt((exact * exact).mean(axis=1, keepdims=True) + 1e-5) * gain
+        size = np.abs(exact) @ np.abs(W.T.astype(float))
+        exact = exact @ W.T.astype(float) + (add if residual else 0)
+        assert (np.abs(y - exact) <= (columns // 32 + 12) * EPS * (size + np.abs(exact))).all()
+    emulator.close()
