@@ -1,4 +1,4 @@
-"""The kernel of examples/smollm2_graph.py, emulated on the host."""
+"""examples/smollm2_graph.py without a GPU: its kernel emulated on the host, and its model with NumPy in the kernel's place."""
 
 from __future__ import annotations
 
@@ -15,12 +15,11 @@ from cuflash import arrays
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 
-from smollm2_graph import KERNELS, WARPS  # noqa: E402
+from smollm2_graph import KERNELS, WARPS, FewTokens  # noqa: E402
+from smollm2_model import Decoder  # noqa: E402
+from toy_model import small_model  # noqa: E402
 
 reason = "the cases are others in Numba's simulator" if devices.SIMULATED else emulate.why_unusable()
-if reason:
-    pytest.skip(f"kernels cannot be emulated here: {reason}", allow_module_level=True)
-
 POINTERS = ("W", "x", "gain", "add", "y")
 PARAMS = np.dtype([*((name, np.uint64) for name in POINTERS), *((name, np.int32) for name in ("tokens", "rows", "quads")), ("eps", np.float32)])
 BEFORE = """
@@ -34,6 +33,7 @@ void linear_on_host(const Params& p) { linear<%d>(p.W, p.x, p.gain, p.add, p.y, 
 EPS = np.finfo(np.float32).eps
 
 
+@pytest.mark.skipif(reason is not None, reason=f"kernels cannot be emulated here: {reason}")
 @pytest.mark.parametrize("together", [1, 8])
 def test_products_norms_and_sums(together, tmp_path):
     emulator = emulate.Emulator(tmp_path)
@@ -61,3 +61,40 @@ def test_products_norms_and_sums(together, tmp_path):
         exact = exact @ W.T.astype(float) + (add if residual else 0)
         assert (np.abs(y - exact) <= (columns // 32 + 12) * EPS * (size + np.abs(exact))).all()
     emulator.close()
+
+
+class RawModule:
+    def __init__(self, **source):
+        pass
+
+    def get_function(self, name):
+        return linear
+
+
+def linear(grid, block, arguments):
+    W, x, gain, add, y, tokens, rows, quads, eps = arguments
+    assert x.flags.c_contiguous and (tokens, rows, 4 * quads) == (*y.shape, W.shape[1])
+    assert grid[0] * block[0] >= 32 * rows
+    if gain is not None:
+        x = x / np.sqrt((x * x).mean(axis=1, keepdims=True) + eps) * gain
+    y[...] = x @ W.T + (0 if add is None else add)
+
+
+@pytest.mark.parametrize("count", [1, 5])
+def test_its_model_is_that_of_the_prompts(count, monkeypatch):
+    """At position 0, where the rotary embedding, which is left to the attention, changes nothing."""
+    monkeypatch.setattr(np, "RawModule", RawModule, raising=False)  # what FewTokens uses of CuPy beyond NumPy
+    monkeypatch.setattr(np, "fuse", lambda function: function, raising=False)
+    decoder = Decoder(*small_model())
+
+    def attend(layer, q, k, v):
+        return (layer + 1) * q * k + v
+
+    def joined(layer, qkv):
+        return attend(layer, qkv[:, :3], qkv[:, 3:4], qkv[:, 4:])
+
+    tokens = np.arange(7, 7 + count)
+    expected = decoder.forward(tokens, slice(0, 1), attend, slice(None))
+    got = FewTokens(decoder)(tokens, joined)
+    assert got.shape == expected.shape == (count, 300)
+    np.testing.assert_allclose(got, expected, atol=100 * EPS * np.abs(expected).max())
