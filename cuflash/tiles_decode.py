@@ -86,7 +86,8 @@ PAGED: dict[int, DecodeTile] = {64: DecodeTile(16, 128, 8, 1, 0), 128: DecodeTil
 def stages(tile: DecodeTile, d: int, dv: int, memory: int) -> int:
     """Stages that fit so many bytes of shared memory, at most MOST_STAGES."""
     fixed = tile._replace(stages=0).shared_memory(d, dv)
-    return min(MOST_STAGES, (memory - fixed) // (tile._replace(stages=1).shared_memory(d, dv) - fixed))
+    most = MOST_STAGES + 2 * tile.wgmma  # of which the workers hold two
+    return min(most, (memory - fixed) // (tile._replace(stages=1).shared_memory(d, dv) - fixed))
 
 
 def fit(tile: DecodeTile, d: int, dv: int, info: DeviceInfo) -> DecodeTile | None:
@@ -97,7 +98,7 @@ def fit(tile: DecodeTile, d: int, dv: int, info: DeviceInfo) -> DecodeTile | Non
     memory = min(info.shared_memory_block, info.shared_memory_sm // tile.resident - reserved)
     merging = 4 * 32 * tile.m * tile.warps // tile.row_warps  # the fewest columns at a time, in the place of K and V
     count = stages(tile, d, dv, memory)
-    return tile._replace(stages=count) if count >= 2 + tile.wgmma and merging <= 2 * tile.n * (d + dv) else None
+    return tile._replace(stages=count) if count >= (5 if tile.wgmma else 2) and merging <= 2 * tile.n * (d + dv) else None
 
 
 def decode(rows: int, d: int, dv: int, info: DeviceInfo, paged: bool = False, one: bool = True) -> DecodeTile | None:

@@ -45,7 +45,7 @@ def test_tiles_fit_and_are_whole_fragments(gpu, one):
                     found += 1
                     used = tile.shared_memory(d, dv)
                     assert used <= gpu.shared_memory_block and tile.resident * (used + 1024 * (gpu.cc >= (8, 0))) <= gpu.shared_memory_sm
-                    assert 2 <= tile.stages <= tiles_decode.MOST_STAGES
+                    assert 2 <= tile.stages <= tiles_decode.MOST_STAGES + 2 * tile.wgmma
                     assert tile.m % (16 * tile.row_warps) == 0 and tile.n * tile.row_warps % (16 * tile.warps) == 0
                     assert tile.m >= min(rows, 16)
     assert found > 100

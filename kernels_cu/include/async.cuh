@@ -13,11 +13,6 @@ __device__ __forceinline__ void mbarrier_arrive(u32 barrier_smem) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier_smem) : "memory");
 }
 
-// Arrives when this thread's copies so far are there.
-__device__ __forceinline__ void mbarrier_arrive_with_copies(u32 barrier_smem) {
-    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier_smem) : "memory");
-}
-
 // Wait until the phase of this parity is completed, if it is the current one.
 __device__ __forceinline__ void mbarrier_wait(u32 barrier_smem, u32 parity) {
     u32 done = 0;
@@ -26,7 +21,7 @@ __device__ __forceinline__ void mbarrier_wait(u32 barrier_smem, u32 parity) {
                      : "=r"(done) : "r"(barrier_smem), "r"(parity) : "memory");
 }
 
-// Tensor cores read shared memory on a way of their own, on which they see what the threads have written, or heard to be written, before.
+// Tensor cores read shared memory on a way of their own: they see what this thread has written, if it tells others after this.
 __device__ __forceinline__ void async_proxy_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // Change the number of registers of each thread of this warpgroup, within what the block got at its start.

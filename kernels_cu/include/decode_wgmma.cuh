@@ -132,16 +132,22 @@ template <class C> struct Ring {
 
     __device__ __forceinline__ void init() const {
         for (Ring r = *this; r.parity == 0; r.advance()) {
-            mbarrier_init(r.full(), 2 * (C::THREADS - C::WORKERS));
+            mbarrier_init(r.full(), C::THREADS - C::WORKERS);
             mbarrier_init(r.empty(), C::WORKERS / 32);
         }
         mbarrier_init_fence();
     }
 
+    // What the thread has copied to the stage is there; on to the next one.
+    __device__ __forceinline__ void hand_over() {
+        async_proxy_fence();
+        mbarrier_arrive(full());
+        advance();
+    }
+
     // The tile, when it is there.
     __device__ __forceinline__ Piece wait() const {
         mbarrier_wait(full(), parity);
-        async_proxy_fence();
         return Piece::load(C::piece_smem(smem, stage));
     }
 
@@ -152,8 +158,14 @@ template <class C> struct Ring {
     }
 };
 
+// Tiles are handed over when they are there, while LATE more are under way: it is those who load that wait for the copies, and not the
+// workers, whose time is dearer.
 template <class C> __device__ __forceinline__ void load_tiles(const DecodeParams& p, Ring<C> ring) {
+    constexpr int LATE = 2;
+    static_assert(C::STAGES >= LATE + 3, "a tile is handed over before the workers have freed the place of the one that follows LATE after it");
     Loader<Loading<C>> loader(p);
+    Ring<C> next = ring;  // to be handed over
+    int under_way = 0;
 #pragma unroll 1
     while (loader.more()) {
         const auto k = loader.k_loader();
@@ -163,17 +175,21 @@ template <class C> __device__ __forceinline__ void load_tiles(const DecodeParams
             ends = loader.next.ends();
             mbarrier_wait(ring.empty(), ring.parity ^ 1);
             loader.load(k, v, ring.smem, ring.stage);
-            mbarrier_arrive_with_copies(ring.full());
-            mbarrier_arrive(ring.full());
+            copies_commit();
             ring.advance();
+            if (under_way < LATE) {
+                ++under_way;
+            } else {
+                copies_wait<LATE>();
+                next.hand_over();
+            }
         } while (!ends);
     }
+    copies_wait<0>();
+    for (; under_way > 0; --under_way) next.hand_over();
     mbarrier_wait(ring.empty(), ring.parity ^ 1);
     if (thread_index() == C::WORKERS) store_smem(C::piece_smem(ring.smem, ring.stage) + 12, Piece::QUIT);
-    mbarrier_arrive_with_copies(ring.full());
-    mbarrier_arrive(ring.full());
-    copies_commit();
-    copies_wait<0>();
+    next.hand_over();
 }
 
 template <class C> __device__ __forceinline__ void work_on_tiles(const DecodeParams& p, Ring<C> ring) {
