@@ -45,10 +45,37 @@ def test_tiles_fit_and_are_whole_fragments(gpu, one):
                     found += 1
                     used = tile.shared_memory(d, dv)
                     assert used <= gpu.shared_memory_block and tile.resident * (used + 1024 * (gpu.cc >= (8, 0))) <= gpu.shared_memory_sm
-                    assert 2 <= tile.stages <= tiles_decode.MOST_STAGES + 2 * tile.wgmma
+                    assert (5 if tile.wgmma else 2) <= tile.stages <= tiles_decode.MOST_STAGES + 2 * tile.wgmma
+                    assert not tile.wgmma or (gpu.cc == (9, 0) and rows > 64 and one)
                     assert tile.m % (16 * tile.row_warps) == 0 and tile.n * tile.row_warps % (16 * tile.warps) == 0
                     assert tile.m >= min(rows, 16)
     assert found > 100
+
+
+def test_a_second_kernel_merges_what_is_much():
+    """More partial results of a (sequence, head) than a block can merge while another kernel starts."""
+
+    def merges(**sizes: Any) -> bool:
+        asked = problem(**sizes)
+        chosen = cuda.instance(asked, H200, "decode")
+        how = cuda_decode.split(asked, chosen.tile, H200)
+        rows = min(how.rows, chosen.tile.m)
+        assert chosen.merges == (4 * how.parts * rows * chosen.dv <= cuda_decode.MERGED_BYTES)
+        kernels = list(cuda_decode.steps(asked, chosen, how))
+        assert len(kernels) == (1 if chosen.merges or not how.slots else 2)
+        if len(kernels) == 2:  # each block takes some rows of a (sequence, head)
+            assert kernels[1][1] * cuda_decode.COMBINE_ROWS == asked.batch * asked.heads_kv * how.row_blocks * chosen.tile.m
+        assert bool(cuda_decode.workspace(asked, chosen, how).arrived) == (chosen.merges and how.slots > 0)
+        return chosen.merges
+
+    assert merges() and merges(batch=64) and merges(heads=128, kv_heads=1, batch=64)
+    assert not merges(heads=128, kv_heads=1) and merges(heads=128, kv_heads=1, num_splits=4)
+    assert not merges(heads=128, kv_heads=1, num_splits=5) and merges(heads=128, kv_heads=1, d=64, num_splits=8)
+
+
+@pytest.mark.parametrize("runs, pairs, found", [(132, 1, 132), (132, 8, 128), (132, 64, 128), (132, 50, 132), (132, 132, 132), (16, 0, 16), (1, 5, 1)])
+def test_sequences_that_are_alike_are_cut_alike(runs, pairs, found):
+    assert cuda_decode.even(runs, pairs) == found
 
 
 def test_heads_whose_keys_are_read_together():

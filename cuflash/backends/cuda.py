@@ -332,7 +332,10 @@ def instances(arch: str) -> Iterator[jit.Source]:
     yield from (chosen.source for chosen in common(arch))
     yield from (chosen.source for chosen in cuda_fp.common(representative(arch)))
     yield from (chosen.source for chosen in cuda_fa1.common(representative(arch)))
-    yield from (chosen.source for chosen in cuda_decode.common(representative(arch)))
+    for decodes in cuda_decode.common(representative(arch)):
+        yield decodes.source
+        if not decodes.merges:
+            yield decodes.combine_source
     for flat in (False, True):
         yield clear_source(2, 4, flat)
     for itemsize in (4, 8):

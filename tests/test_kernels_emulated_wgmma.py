@@ -1,0 +1,113 @@
+"""decode.cu's tile for more than 64 rows on sm_90a, on the host: warpgroups that multiply, others that load, and rings of stages between."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+import compare
+import numpy as np
+import pytest
+from cases import BF16, F16, alibi, case, fixed, sinks
+from cuflash.backends import cuda, cuda_decode
+from emulator import emulate
+from test_kernels_emulated import H200
+from test_kernels_emulated_decode import Run, of_arrays, of_case, poison, results, setup
+
+EVERYTHING = (fixed(window=(200, 0), softcap=3.0), sinks, alibi())
+
+CASES = (
+    # Head sizes: blocks of 64 and of 32 columns, products of 128, 64 and 32; values of another size.
+    *(case(f"d{d}", f"2,1,200,{rows},1,{d}", kv_lengths=(200, 70)) for d, rows in ((64, 65), (72, 99), (96, 100), (128, 128))),
+    *(case(f"d{d}-dv{dv}", f"1,1,150,70,1,{d},{dv}") for d, dv in ((128, 64), (64, 128), (96, 128), (128, 96), (128, 32))),
+    # Copies of less than 16 bytes, and rows left over.
+    case("copies-of-8-bytes", "1,1,130,70,1,36"),
+    case("copies-of-4-bytes", "1,1,130,70,1,34"),
+    case("strided", "2,1,130,140,2,33", strides="every_other"),
+    case("two-blocks-of-rows", "2,1,200,200,1,64", kv_lengths=(200, 3)),
+    case("two-heads", "1,1,300,256,2,64"),
+    # Pages.
+    *(case(f"pages-of-{n}", "3,1,200,80,1,64", page_size=n, kv_lengths=(200, 0, 131)) for n in (1, 16, 64)),
+    case("pages-d128", "2,1,300,128,1,128", page_size=16, kv_lengths=(300, 65)),
+    case("pages-strided", "1,1,100,70,1,33", page_size=5, kv_lengths=(61,), strides="every_other"),
+    # Logits and keys that are not seen.
+    case("window-softcap-sinks-alibi", "2,1,500,70,1,64", *EVERYTHING, kv_lengths=(500, 250)),
+    case("window-softcap-sinks-alibi-d128", "1,1,300,128,1,128", *EVERYTHING),
+    case("padded-start", "3,1,300,70,1,64", kv_lengths=(300, 200, 130), kv_start=(0, 130, 130)),
+    # How the keys are cut; stages that are used again, and blocks with several parts.
+    case("splits-3", "2,1,700,70,1,64", fixed(num_splits=3), kv_lengths=(700, 3)),
+    case("splits-more-than-tiles", "2,1,300,70,1,64", fixed(num_splits=500), kv_lengths=(300, 0)),
+    case("whole", "1,1,1100,100,1,64", fixed(num_splits=1)),
+    case("whole-pages", "3,1,900,128,1,128", fixed(num_splits=1), page_size=16, kv_lengths=(900, 1, 610)),
+    case("parts-dv", "1,1,1100,70,1,128,64", fixed(num_splits=2)),
+    case("invariant", "2,1,1500,256,2,64", fixed(batch_invariant=True), kv_lengths=(1500, 700)),
+    case("many-sequences", "24,1,130,66,1,64", kv_lengths=tuple((37 * b) % 131 for b in range(24))),
+)
+
+
+def arrays_of(d: int, dtype: np.dtype, rows: int = 70, keys: int = 400, batch: int = 2) -> tuple[np.ndarray, ...]:
+    rng = np.random.default_rng(d)
+    return tuple(rng.standard_normal((batch, n, h, d)).astype(dtype) for n, h in ((1, rows), (keys, 1), (keys, 1)))
+
+
+def hard_runs() -> Iterator[Run]:
+    """NaN and infinities: in what nobody sees, in a query of one head, in keys and values that all see."""
+
+    def unseen() -> tuple[np.ndarray, ...]:
+        q, k, v = arrays_of(64, F16)
+        for a in (k, v):
+            a[0, 330:], a[1, :65], a[1, 200:] = np.nan, np.inf, np.nan
+        return q, k, v
+
+    def changed(which: int, at: tuple[int, ...], value: float) -> tuple[np.ndarray, ...]:
+        arrays = tuple(abs(a) for a in arrays_of(64, BF16))
+        arrays[which][at] = value
+        return arrays
+
+    yield of_arrays("unseen", H200, unseen, kv_lengths=[330, 200], kv_start=[0, 65])
+    yield of_arrays("unseen-window", H200, lambda: changed(2, (0, 50, 0, 3), np.nan), window=(100, 0))
+    yield of_arrays("nan-query", H200, lambda: changed(0, (0, 0, 67, 3), np.nan))
+    yield of_arrays("infinite-key", H200, lambda: changed(1, (1, 60, 0, 3), np.inf), num_splits=3)
+    yield of_arrays("nan-value", H200, lambda: changed(2, (0, 399, 0, 63), np.nan))
+    yield of_arrays("infinite-value", H200, lambda: changed(2, (0, 0, 0, 0), np.inf))
+
+
+RUNS = {run.name: run for run in (*(of_case(c, (F16, BF16)[n % 2], H200) for n, c in enumerate(CASES)), *hard_runs())}
+
+
+@pytest.fixture(scope="module")
+def emulator(request, tmp_path_factory):
+    def prepare(made, run):
+        problem = run.build()[0]
+        for source, *_ in cuda_decode.steps(problem, *setup(problem, run.gpu)):
+            made.prepare_source(source, "DecodeParams", 800)
+
+    with emulate.compiling_ahead(request, tmp_path_factory, RUNS, prepare) as made:
+        yield made
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_results_and_accesses(emulator, name):
+    """With the ends of all arrays at forbidden pages, or for every other run the beginnings."""
+    run = RUNS[name]
+    problem, check = run.build()
+    instance, how = setup(problem, run.gpu)
+    assert cuda.decline(problem, "decode") is None and instance.tile.wgmma
+    poison(problem)
+    emulator.run_decode(problem, run.gpu, instance, how, side="start" if len(name) % 2 else "end")
+    check()
+
+
+@pytest.mark.parametrize("name", ["d128", "splits-more-than-tiles", "window-softcap-sinks-alibi", "invariant", "two-blocks-of-rows"])
+def test_a_second_kernel_merges_the_same_bits(emulator, name):
+    (run,) = (RUNS[full] for dtype in ("float16", "bfloat16") if (full := f"{name}-{dtype}-{H200.name}") in RUNS)
+    problem, check = run.build()
+    instance, how = setup(problem, run.gpu)
+    found = []
+    for merges in (True, False):
+        poison(problem)
+        emulator.run_decode(problem, run.gpu, dataclasses.replace(instance, merges=merges), how)
+        check()
+        found.append(results(problem))
+    for first, other in zip(*found, strict=True):
+        compare.assert_same_bits(first, other)
