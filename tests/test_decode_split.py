@@ -73,7 +73,9 @@ def test_a_second_kernel_merges_what_is_much():
     assert not merges(heads=128, kv_heads=1, num_splits=5) and merges(heads=128, kv_heads=1, d=64, num_splits=8)
 
 
-@pytest.mark.parametrize("runs, pairs, found", [(132, 1, 132), (132, 8, 128), (132, 64, 128), (132, 50, 132), (132, 132, 132), (16, 0, 16), (1, 5, 1)])
+@pytest.mark.parametrize(
+    "runs, pairs, found", [(132, 1, 132), (132, 8, 128), (132, 64, 128), (132, 50, 132), (132, 132, 132), (16, 0, 16), (1, 5, 1)],
+)
 def test_sequences_that_are_alike_are_cut_alike(runs, pairs, found):
     assert cuda_decode.even(runs, pairs) == found
 

@@ -1,4 +1,4 @@
-"""decode.cu's tile for more than 64 rows on sm_90a, on the host: warpgroups that multiply, others that load, and rings of stages between."""
+"""decode.cu's tile for more than 64 rows on sm_90a, on the host: warpgroups that multiply, one that loads, a ring of stages between."""
 
 from __future__ import annotations
 
