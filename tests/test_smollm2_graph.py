@@ -21,7 +21,8 @@ from toy_model import small_model  # noqa: E402
 
 reason = "the cases are others in Numba's simulator" if devices.SIMULATED else emulate.why_unusable()
 POINTERS = ("W", "x", "gain", "add", "y")
-PARAMS = np.dtype([*((name, np.uint64) for name in POINTERS), *((name, np.int32) for name in ("tokens", "rows", "quads")), ("eps", np.float32)])
+SIZES = ("tokens", "rows", "quads")
+PARAMS = np.dtype([*((name, np.uint64) for name in POINTERS), *((name, np.int32) for name in SIZES), ("eps", np.float32)])
 BEFORE = """
 extern "C" float sqrtf(float) noexcept;
 inline float rsqrtf(float x) { return 1 / sqrtf(x); }
@@ -40,7 +41,8 @@ def test_products_norms_and_sums(together, tmp_path):
     library = emulator.compile(BEFORE + KERNELS + BEHIND % together, "linear_on_host", "Params", 900)
     rng = np.random.default_rng(0)
     for tokens, rows, columns, norm, residual in ((1, 9, 132, True, False), (8, 4, 64, False, True), (11, 6, 4, True, True)):
-        W, x, gain, add = (rng.standard_normal(shape, np.float32) for shape in ((rows, columns), (tokens, columns), columns, (tokens, rows)))
+        shapes = (rows, columns), (tokens, columns), columns, (tokens, rows)
+        W, x, gain, add = (rng.standard_normal(shape, np.float32) for shape in shapes)
         y = np.empty((tokens, rows), np.float32)
         memory = {name: Guarded(arrays.view(a, name), "end") for name, a in (("W", W), ("x", x), ("gain", gain), ("add", add))}
         memory["y"] = Guarded(arrays.view(y, "y"), "end", writable=True)
