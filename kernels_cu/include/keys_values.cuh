@@ -1,7 +1,7 @@
 // The way of a block's keys and values into shared memory, tile by tile.
 //
 // With pages, where the rows of a tile lie is worked out once for all threads, a row or two by each, and kept in shared memory until the
-// tile is loaded; what the page table says of them is read a tile earlier still. All that is done among the products of a tile: they hide it.
+// tile is loaded; what the page table says of them is read a tile earlier still. All that is done among products, which hide it.
 #include "include/mask.cuh"
 #include "include/paged.cuh"
 #include "include/row_loader.cuh"
@@ -11,6 +11,9 @@ template <class C, bool PAGED = C::PAGED> struct KeysValues {
     using VLoader = RowLoader<typename C::VTile, C::THREADS, C::LOAD, C::HIDES>;
     static constexpr bool BOTH = 2 * C::N > C::THREADS;  // a thread works out where key and value are, and not one of the two
     static constexpr bool ALL = C::THREADS == C::N || C::THREADS == 2 * C::N;  // threads have a row to work out
+    // Tiles from the one that is multiplied to the one whose rows are made known: the next, behind Q K^T (measured with 1 stage at D = 64),
+    // or the one after it, among the products P V.
+    static constexpr int AHEAD = C::STAGES == 1 && C::LOAD == 16 ? 1 : 2;
     static constexpr int SLOT = KLoader::BYTES + VLoader::BYTES, PARKED = 2 * SLOT, BYTES = PARKED + 32;
     static constexpr int FIRST_K = 0, FIRST_V = 8, TABLE = 16, POSITION = 24, CAREFUL = 28;  // places of what is parked
     static_assert(C::N <= C::THREADS, "a thread has one key at most");
@@ -22,7 +25,7 @@ template <class C, bool PAGED = C::PAGED> struct KeysValues {
     __device__ __forceinline__ KeysValues(const PrefillParams& p, const WorkItem& work, const Sequence&)
         : p(p), batch(work.batch), head(work.head / p.group) {}
 
-    // Look up the first two tiles; and park what each tile asks for once: registers are scarce.
+    // Look up the first tiles; and park what each tile asks for once: registers are scarce.
     __device__ __forceinline__ void start(u32 thread, u32 smem, int tile, const KeyRange& range, int position, bool careful) {
         if (thread == 0) {
             store_address(parked(smem, FIRST_K), first(p.k, p.k_stride));
@@ -31,14 +34,18 @@ template <class C, bool PAGED = C::PAGED> struct KeysValues {
             store_smem(parked(smem, POSITION), make_uint2(position, careful));
         }
         __syncthreads();
-        const i32 last = look_up(thread, smem, tile, range), before = look_up(thread, smem, tile - 1, range);
-        entry = look_up(thread, smem, tile - 2, range);
+        const i32 last = look_up(thread, smem, tile, range);
+        entry = look_up(thread, smem, tile - 1, range);
         publish(thread, smem, tile, range, last);
-        publish(thread, smem, tile - 1, range, before);
+        if (AHEAD == 2) look_ahead(thread, smem, tile - 1, range);
         __syncthreads();
     }
 
-    // Make known where the rows of a tile are, and look up the one before.
+    // Make known where the rows of a tile are, if this is the time for it, and look up the one before.
+    template <int AT> __device__ __forceinline__ void look_ahead(u32 thread, u32 smem, int tile, const KeyRange& range) {
+        if constexpr (AT == AHEAD) look_ahead(thread, smem, tile - AT, range);
+    }
+
     __device__ __forceinline__ void look_ahead(u32 thread, u32 smem, int tile, const KeyRange& range) {
         publish(thread, smem, tile, range, entry);
         entry = look_up(thread, smem, tile - 1, range);
@@ -142,7 +149,7 @@ template <class C> struct KeysValues<C, false> {
           v(p.v, p.v_stride, work.batch, seq.k_begin, work.head / p.group, p.head_dim_v) {}
 
     __device__ __forceinline__ void start(int, u32, int, const KeyRange&, int, bool) const {}
-    __device__ __forceinline__ void look_ahead(int, u32, int, const KeyRange&) const {}
+    template <int> __device__ __forceinline__ void look_ahead(int, u32, int, const KeyRange&) const {}
 
     __device__ __forceinline__ void load_k(int thread, u32, u32 tile_smem, int tile, const KeyRange& range) const {
         k.load(thread, tile_smem, tile * C::N, range.begin, range.end);

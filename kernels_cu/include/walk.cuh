@@ -110,6 +110,7 @@ template <class C> struct Block {
         if (C::STAGES == 2) {
             exchange();
         } else {
+            kv.template look_ahead<1>(thread, smem, tile, keys());
             arrive(thread, tile, true);
             load_k(thread, tile - 1);
         }
@@ -120,8 +121,7 @@ template <class C> struct Block {
         if (C::GROUPS > 1) block_barrier<C::THREADS>();
     }
 
-    // The tile is done: look up where the one after the next is.
-    __device__ __forceinline__ void end(int thread, int tile) { kv.look_ahead(thread, smem, tile - 2, keys()); }
+    __device__ __forceinline__ void end(int thread, int tile) { kv.template look_ahead<2>(thread, smem, tile, keys()); }
 
     // A tile that this warp has no use for, but others have.
     __device__ __forceinline__ void pass(int thread, int tile) {
