@@ -101,18 +101,20 @@ def fit(tile: DecodeTile, d: int, dv: int, info: DeviceInfo) -> DecodeTile | Non
     return tile._replace(stages=count) if count >= (5 if tile.wgmma else 2) and merging <= 2 * tile.n * (d + dv) else None
 
 
-def decode(rows: int, d: int, dv: int, info: DeviceInfo, paged: bool = False, one: bool = True) -> DecodeTile | None:
+def decode(
+    rows: int, d: int, dv: int, info: DeviceInfo, paged: bool = False, one: bool = True, strided: bool = False,
+) -> DecodeTile | None:
     """The tile for so many rows and padded head sizes: the first of the table that fits the GPU, of fewer rows if need be; or None.
 
     ``one``: there is one query. With several the largest tile would not keep to its registers, nor any of the widest heads where the
-    compiler needs some more.
+    compiler needs some more. ``strided``: numbers are copied one by one, by more registers than are left to those who load beside wgmma.
     """
     if not one and max(d, dv) > 160 and info.cc >= (10, 0):
         return None
     size, table = next((size, table) for size, table in DECODE.items() if max(d, dv) <= size)
     most = next((m for m in table if rows <= m), max(table))
     most = most if one else min(most, 64)
-    choices = [tile for m in sorted(table, reverse=True) if m <= most for tile in table[m]]
+    choices = [tile for m in sorted(table, reverse=True) if m <= most for tile in table[m] if not (tile.wgmma and strided)]
     if paged and most == 16 and size in PAGED:
         choices.insert(0, PAGED[size])
     return next(filter(None, (fit(tile, d, dv, info) for tile in choices)), None)

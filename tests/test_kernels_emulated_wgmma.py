@@ -92,7 +92,7 @@ def test_results_and_accesses(emulator, name):
     run = RUNS[name]
     problem, check = run.build()
     instance, how = setup(problem, run.gpu)
-    assert cuda.decline(problem, "decode") is None and instance.tile.wgmma
+    assert cuda.decline(problem, "decode") is None and instance.tile.wgmma == (instance.load > 2)
     poison(problem)
     emulator.run_decode(problem, run.gpu, instance, how, side="start" if len(name) % 2 else "end")
     check()

@@ -109,7 +109,7 @@ def instance(problem: Problem, info: DeviceInfo, load: int, score: int) -> Insta
     """The kernel instance for these arrays, or None if no tile fits the GPU."""
     d, dv = tiles.head_class(problem.head_dim), tiles.head_class(problem.head_dim_v)
     one = problem.seqlen_q == 1
-    tile = tiles_decode.decode(problem.group_size * problem.seqlen_q, d, dv, info, problem.paged, one and problem.mask is None)
+    tile = tiles_decode.decode(problem.group_size * problem.seqlen_q, d, dv, info, problem.paged, one and problem.mask is None, load == 2)
     if tile is None:
         return None
     how = split(problem, tile, info)

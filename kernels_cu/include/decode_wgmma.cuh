@@ -211,7 +211,6 @@ template <class C> __device__ __forceinline__ void work_on_tiles(const DecodePar
         }
         group.end(ring.stage_smem());
         finish(p, group, piece, deal, ring.smem, ring.stage_smem());
-        C::sync();  // the next part's states go where this one's are
         ring.release();
         ring.advance();
     }
