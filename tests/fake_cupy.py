@@ -199,9 +199,9 @@ def append_rows(p: np.ndarray, dtype: Any) -> None:
     """What kv_append writes, key by key."""
     item = np.dtype(dtype).itemsize
     number = {name: int(p[name]) for name in p.dtype.names if p.dtype[name].kind in "iu" and p.dtype[name].shape == ()}
-    batch, n, rows, d, dv, hk, hq = (
-        number[name] for name in ("batch", "new_keys", "q_rows", "head_dim", "head_dim_v", "heads_kv", "heads_q")
-    )
+    n, rows, d, hk, hq = (number[name] for name in ("new_keys", "q_rows", "head_dim", "heads_kv", "heads_q"))
+    dv = number["v_units"] * (16 // item if number["v_vector"] else 1)
+    batch = number["v_total"] // (number["v_units"] * hk * n) if n else number["q_total"] // (number["q_units"] * hq * rows)
     lengths = memory(p["lengths"], np.int32 if number["lengths_i32"] else np.int64, (batch,), (1,)).copy()
     table = memory(p["page_table"], np.int32, (batch, number["max_pages"]), (number["max_pages"], 1)) if p["page_table"] else None
 

@@ -81,12 +81,12 @@ def test_a_graph_follows_a_batch(shared):
     """Growth, forks, truncation, other sequences, fewer of them, and pages that move; captured once."""
     import cupy
 
-    s = Sequences()
-    first = s.new(100)
-    q, new = there(s.normal(4, 1, 8, 64)), [there(s.normal(4, 1, 2, 64)) for _ in "kv"]
-    out = cupy.empty_like(q)
     function = cuflash.decode_shared_prefix if shared else cuflash.decode
     with cupy.cuda.Stream(non_blocking=True) as stream:
+        s = Sequences()
+        first = s.new(100)
+        q, new = there(s.normal(4, 1, 8, 64)), [there(s.normal(4, 1, 2, 64)) for _ in "kv"]
+        out = cupy.empty_like(q)
         batch = s.cache.batch([first], max_sequences=4, max_pages=12)
         extra = (batch.prefix_lengths,) if shared else ()
 
