@@ -24,6 +24,7 @@ _HOME = {
     "explain": "explanation",
     "Explanation": "explanation",
     "PagedKVCache": "cache",
+    "quantize_kv": "quantize",
     "merge_states": "merge",
     "merge_softmax_stats": "merge",
     "alibi_slopes": "alibi",
@@ -52,6 +53,7 @@ if TYPE_CHECKING:
     from .explanation import explain as explain
     from .merge import merge_softmax_stats as merge_softmax_stats
     from .merge import merge_states as merge_states
+    from .quantize import quantize_kv as quantize_kv
     from .shared_prefix import decode_shared_prefix as decode_shared_prefix
     from .types import CacheFullError as CacheFullError
     from .types import Gradients as Gradients

@@ -31,7 +31,8 @@ def attention(
         Queries; float16, bfloat16 (ml_dtypes), float32 or float64, any strides. With ``layout="BHSD"``: (B, Hq, Sq, D), ...
         An array of NumPy or CuPy, or of another library (PyTorch, JAX, DLPack, ``__cuda_array_interface__``: docs/arrays.md).
     k : ndarray, shape (B, Sk, Hkv, D) or with as many axes as q; paged: (pages, page_size, Hkv, D)
-        Keys, of q's dtype and library. Hq must be a whole multiple of Hkv (grouped-query attention).
+        Keys, of q's dtype and library. Hq must be a whole multiple of Hkv (grouped-query attention). Keys and values may both be
+        float8_e4m3fn (ml_dtypes; in CuPy a uint8 array seen by ``.view``) under q of another dtype: see ``k_scale``.
     v : ndarray, shape (B, Sk, Hkv, Dv); paged: (pages, page_size, Hkv, Dv)
         Values; Dv may differ from D.
     causal : bool or {"bottom_right", "upper_left"}, default False
@@ -68,7 +69,11 @@ def attention(
     page_table : array_like of int, shape (B, max_pages), optional
         k and v are pages; key j of sequence b is row j % page_size of page page_table[b, j // page_size]. Needs kv_lengths. On a GPU
         as kv_lengths, in int32: rows that see a key of a page that there is not become NaN.
-    q_scale, k_scale, v_scale : not supported yet (scales of float8 arrays)
+    q_scale : not supported yet (scales of float8 queries)
+    k_scale, v_scale : float, array_like (Hkv,), or ndarray (B, Sk, Hkv), optional
+        What keys and values in float8_e4m3fn are multiplied by: one number, one a head, or float32 for each token and head, in k's shape
+        without the head size ((pages, page_size, Hkv), or heads first with ``layout="BHSD"``). `quantize_kv` makes them. Default 1. Those
+        of tokens lie where q does, the others anywhere; of keys that are visible they must be finite.
     precision : {None, "tf32"}
         "tf32" permits a GPU to multiply float32 in TF32; it changes nothing elsewhere.
     num_splits : int, optional
@@ -266,6 +271,8 @@ def decode(
         Written to the cache behind the keys that are there; the queries see them (with ``causal=True`` up to their own
         position). Where they do not fit, ValueError is raised and nothing is written. Of kv_lengths on a GPU that cannot be told: a
         sequence without room for all of them, or of negative length, gets none, and its queries see the keys that it has.
+        For caches in float8_e4m3fn they are either of that dtype and copied, or of q's and quantized: by the scale of the tensor or
+        head in ``k_scale`` and ``v_scale``; where these hold one for each token and head, by the row's own, which is written there.
     rope : (ndarray, ndarray, {"interleaved", "half"}), optional
         Rotary embedding: (cos, sin, style), tables of shape (positions, rot / 2) in float32 or q's dtype with rot <= D. Turns k_new as
         it is written, the key that becomes key j by row j, and q by its position i (see ``causal``; -n turns the other way). The first

@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from .types import HOST, ArrayView
+from .types import E4M3, HOST, ArrayView, name_of
 
 ALIGNMENT = 16  # bytes: no load or store is wider, so that addresses matter only modulo it
 FLOATS = ("float16", "bfloat16", "float32", "float64")
-_FLOAT8 = ("float8_e4m3fn", "float8_e5m2")
+_FLOAT8 = (E4M3, "float8_e5m2")
 
 
 def bfloat16() -> np.dtype:
@@ -29,12 +29,18 @@ def is_float(dtype: np.dtype) -> bool:
     return dtype.isnative and dtype.name in FLOATS
 
 
+def is_e4m3(dtype: np.dtype) -> bool:
+    """Whether this is ml_dtypes.float8_e4m3fn."""
+    return name_of(dtype) == E4M3
+
+
 def check_float_dtype(dtype: np.dtype, name: str) -> None:
     """Raise unless ``dtype`` is one that attention takes."""
     if is_float(dtype):
         return
     if dtype.name in _FLOAT8:
-        raise NotImplementedError(f"{name}: {dtype.name} arrays are not supported yet; allowed are {', '.join(FLOATS)}")
+        only = f"; keys and values alone may be {E4M3}, with k_scale and v_scale"
+        raise NotImplementedError(f"{name}: {dtype.name} arrays are not supported yet; allowed are {', '.join(FLOATS)}{only}")
     hint = ""
     if dtype == np.uint16:
         hint = "; uint16 is never taken for bfloat16: if it holds bfloat16 bits, pass array.view(ml_dtypes.bfloat16)"
@@ -178,8 +184,9 @@ def zeros(shape: tuple[int, ...], like: ArrayView) -> ArrayView:
     if like.kind == "numpy":
         return broadcast(wrap(np.zeros(1, like.dtype), like.kind), shape)
     cupy = sys.modules["cupy"]
-    with cupy.cuda.Device(like.device):
-        return broadcast(wrap(cupy.zeros(1, like.dtype), like.kind), shape)
+    with cupy.cuda.Device(like.device):  # which cannot make arrays of float8, but see others so
+        one = cupy.zeros(1, np.uint8).view(like.dtype) if is_e4m3(like.dtype) else cupy.zeros(1, like.dtype)
+        return broadcast(wrap(one, like.kind), shape)
 
 
 def where(a: ArrayView) -> str:

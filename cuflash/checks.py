@@ -62,15 +62,23 @@ def real(value: Any, name: str) -> float:
 
 
 def same_place_and_dtype(**named: Any) -> dict[str, ArrayView]:
-    """Arrays of one library, on one device, of one floating dtype; the first is the one the others are held against."""
+    """Arrays of one library, on one device, of one floating dtype; the first is the one the others are held against.
+
+    They are q, keys, values and perhaps new keys and values. Keys and values may both be float8_e4m3fn; new ones then as well.
+    """
     views = {name: arrays.view(array, name) for name, array in named.items()}
     (first, head), *rest = views.items()
     arrays.check_float_dtype(head.dtype, first)
     for name, a in rest:
         same_place(a, name, head, first)
-        if a.dtype != head.dtype:
+        if a.dtype != head.dtype and not arrays.is_e4m3(a.dtype):
             came = f"dtype {a.dtype} differs from {first}'s {head.dtype}"
             raise TypeError(f"{name}: {came}; they must be equal, convert one of them (nothing is cast silently)")
+    for (k_name, k), (v_name, v) in zip(rest[::2], rest[1::2], strict=True):
+        if k.dtype != v.dtype:
+            raise TypeError(f"{v_name}: dtype {v.dtype} differs from {k_name}'s {k.dtype}; keys and values must be of one dtype")
+        if arrays.is_e4m3(k.dtype) and k.dtype != rest[0][1].dtype:
+            raise TypeError(f"{k_name}: dtype {k.dtype}, but {rest[0][0]} is {rest[0][1].dtype}; it must be {first}'s {head.dtype}")
     return views
 
 
@@ -264,12 +272,20 @@ def distinct_entries(entries: np.ndarray, count: int, writes: bool) -> None:
         raise ValueError(f"cache_batch_index: {twice} at index {at[0]} and again at {at[1]}; entries that take new keys must be distinct")
 
 
-def caches_can_be_written(problem: Problem, new: dict[str, ArrayView]) -> None:
-    """Caches that take new keys must be writeable and must share no element with each other or with another input."""
+def caches_can_be_written(problem: Problem, new: dict[str, ArrayView], quantizes: bool) -> None:
+    """Caches that take new keys must be writeable and must share no element with each other or with another input.
+
+    So must scales of tokens, where the new keys and values get theirs as they are written (``quantizes``).
+    """
     on_device = {name: getattr(problem, name) for name in problem.indices_on_device}
     others = {"q": problem.q, **new, "bias": problem.bias, "mask": problem.mask, **on_device, "v_cache": problem.v}
     reaches = {name: (a, arrays.byte_range(a)) for name, a in others.items() if a is not None}
-    for name, cache in (("k_cache", problem.k), ("v_cache", problem.v)):
+    written = {"k_cache": problem.k, "v_cache": problem.v}
+    if quantizes:
+        scales = {"k_scale": problem.k_scale, "v_scale": problem.v_scale}
+        written |= {name: a for name, a in scales.items() if a is not None and a.by_token}
+        reaches |= {name: (a, arrays.byte_range(a)) for name, a in scales.items() if a is not None}
+    for name, cache in written.items():
         writeable(cache, name)
         first, last = arrays.byte_range(cache)
         for other_name, (other, (begin, end)) in reaches.items():
@@ -286,6 +302,9 @@ def writeable(a: ArrayView, name: str) -> None:
         raise ValueError(f"{name}: {came}; each must have its own, since they are written to")
 
 
+_READ = ("q", "k", "v", "k_scale", "v_scale", "bias", "mask")
+
+
 def user_name(problem: Problem, field: str) -> str:
     """What the user calls the array in a field of the problem."""
     return f"{field}_cache" if problem.op == "decode" and field in ("k", "v") else field
@@ -300,7 +319,7 @@ def output(
     shape(a, name, expected_shape)
     dtype(a, name, expected_dtype)
     writeable(a, name)
-    fields = {user_name(problem, field): getattr(problem, field) for field in ("q", "k", "v", "bias", "mask", *problem.indices_on_device)}
+    fields = {user_name(problem, field): getattr(problem, field) for field in _READ + problem.indices_on_device}
     for other_name, other in {**fields, **inputs}.items():
         if other is not None and arrays.overlap(a, other):
             raise ValueError(f"{name}: overlaps {other_name} in memory; results need a buffer of their own")

@@ -22,6 +22,7 @@ TANH_NEAR = 0.2, (0.999999894791, -0.333285908991, 0.13015407552)
 TANH_SERIES = 0.55, (0.999999967637, -0.333327950236, 0.133188769145, -0.0525893198278, 0.0163154437238)
 SMALLEST = 1e-37  # a little above what float32 holds in full, as is its inverse below
 
+SCALES = ("k_scale", "v_scale")
 STRIDES = np.dtype((np.int64, 4))  # batch, row, head, column, in elements
 
 PREFILL_PARAMS = np.dtype(
@@ -53,6 +54,8 @@ DECODE_PARAMS = np.dtype(  # of decode_params.cuh
         *((name, np.int32) for name in (
             "rows", "row_blocks", "heads_at_once", "runs", "least", "unit_tiles", "most_units", "unused",
         )),
+        ("k_scale", np.uint64), ("v_scale", np.uint64), ("k_scale_stride", STRIDES), ("v_scale_stride", STRIDES),
+        ("k_factor", np.float32), ("v_factor", np.float32),
     ],
     align=True,
 )
@@ -372,7 +375,31 @@ def small_arrays(problem: Problem) -> dict[str, np.ndarray]:
         found["sinks"] = np.ascontiguousarray(problem.sinks * LOG2E, np.float32)
     if isinstance(problem.page_table, np.ndarray):
         found["page_table"] = page_entries(problem.page_table)
+    for name in SCALES:
+        scale = getattr(problem, name)
+        if scale is not None and scale.device != problem.q.device and one_scale(scale) is None and scale.array.size:  # those of heads
+            found[name] = np.ascontiguousarray(scale.array[(0,) * (len(scale.shape) - 1)])
     return found
+
+
+def one_scale(scale: ArrayView | None) -> float | None:
+    """The scale of all keys and heads as a number, where the host knows it to be one; else None."""
+    if scale is None:
+        return 1.0
+    return float(scale.array.flat[0]) if scale.device == HOST and not any(scale.strides) and scale.array.size else None
+
+
+def scale_values(problem: Problem, pointers: Mapping[str, int]) -> dict[str, Any]:
+    """Scales of keys and values as structs have them. ``pointers``: device addresses of those that came from the host."""
+    values: dict[str, Any] = {}
+    for name in SCALES:
+        scale = getattr(problem, name)
+        one = one_scale(scale)
+        if one is None:
+            values[name], values[f"{name}_stride"] = pointers.get(name, scale.pointer), element_strides(scale, "brh")
+        else:
+            values[f"{name[0]}_factor"] = one
+    return values
 
 
 def page_entries(table: np.ndarray) -> np.ndarray:

@@ -207,6 +207,43 @@ def mask(value: Any, problem: Problem, kv_lengths: Any) -> tuple[ArrayView, bool
     return broadcast_rows(a, "mask", problem, columns=columns if is_tail else problem.seqlen_k), is_tail
 
 
+def kv_scale(value: Any, name: str, a: ArrayView, q: ArrayView, layout: str) -> ArrayView | None:
+    """k_scale or v_scale of canonical keys or values ``a``: float32 in their shape without the head size, repeated by strides of 0.
+
+    A number, (heads,), or (..., seqlen, heads) in the order of ``layout``: for each token and head.
+    """
+    if value is None:
+        return None
+    if not arrays.is_e4m3(a.dtype):
+        came = f"got {arrays.type_name(value)} beside arrays of {a.dtype}"
+        raise TypeError(f"{name}: {came}; scales belong to keys and values in {arrays.E4M3}")
+    shape = a.shape[:-1]
+    swap = (*range(len(shape) - 2), len(shape) - 1, len(shape) - 2)
+    users = shape if layout == "BSHD" else tuple(shape[n] for n in swap)
+    heads = shape[-1:]
+    axes = np.ndim(value)
+    if axes >= 2:  # of each token and head: may be large, and is written to
+        scale = checks.array_like(value, name, q)
+        if scale.dtype != np.float32:
+            raise TypeError(f"{name}: dtype {scale.dtype}; it must be float32")
+        while len(scale.shape) < len(shape):
+            scale = arrays.expand(scale, 0)
+        if scale.shape != users:
+            raise ValueError(f"{name}: shape {tuple(value.shape)}; it must be a number, {heads}, or {users} (layout {layout!r})")
+        return scale if layout == "BSHD" else arrays.transpose(scale, swap)
+    if arrays.on_device(value):
+        scale = checks.array_like(value, name, q)
+        checks.dtype(scale, name, np.dtype(np.float32))
+    else:
+        numbers = arrays.host_floats(value, name)
+        if not (np.isfinite(numbers) & (numbers > 0)).all():
+            raise ValueError(f"{name}: got {numbers}; every scale must be finite and above 0")
+        scale = arrays.wrap(numbers.astype(np.float32), "numpy")
+    if scale.shape not in ((), heads):
+        raise ValueError(f"{name}: shape {scale.shape}; it must be a number, {heads}, or {users} (layout {layout!r})")
+    return arrays.broadcast(scale, shape)
+
+
 def rope(value: Any, problem: Problem) -> Rope | None:
     """rope=(cos, sin, "interleaved" or "half"), tables of (positions, rot / 2) in float32 or q's dtype."""
     if value is None:

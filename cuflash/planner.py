@@ -73,6 +73,8 @@ def decline(backend: backends.Backend, problem: Problem, kernel: str) -> str | N
         return "this backend has no backward pass yet; backend='reference' has one (float64, slow)"
     if problem.op == "weights" and not hasattr(backend, "run_weights"):
         return "it never stores the weights; attention_weights() works on NumPy arrays, with backend 'cpu' or 'reference'"
+    if problem.e4m3 and kernel not in getattr(backend, "TAKES_E4M3", ()):
+        return f"keys and values in {problem.k.dtype}; on a GPU kernel='decode' of backend='cuda' takes them, on NumPy arrays 'cpu'"
     if problem.indices_on_device and kernel not in getattr(backend, "TAKES_DEVICE_INDICES", ()):
         return f"{', '.join(problem.indices_on_device)} on the device; it needs the numbers on the host, pass cupy.asnumpy(x)"
     return backend.decline(problem, kernel)

@@ -19,7 +19,7 @@ def build_attention(q: Any, k: Any, v: Any, *, layout: str = "BSHD", page_table:
     """Problem of attention(): dense arrays of 4, 3 or 2 axes, or dense q over paged k and v."""
     checks.choice(layout, "layout", LAYOUTS)
     named = checks.same_place_and_dtype(q=q, k=k, v=v)
-    return with_options(dense("attention", named, layout, page_table), **options)
+    return with_options(dense("attention", named, layout, page_table), layout=layout, **options)
 
 
 def dense(op: Literal["attention", "decode"], named: dict[str, ArrayView], layout: str, page_table: Any) -> Problem:
@@ -61,12 +61,12 @@ def build_varlen(
         for name, value in (("cu_seqlens_k", cu_seqlens_k), ("max_seqlen_k", max_seqlen_k)):
             if value is not None:
                 raise ValueError(f"{name}: must be None with page_table; the key lengths of a paged cache are kv_lengths")
-        return with_options(problem.replace(**pages(page_table, problem.batch, k3.shape[1], q3)), **options)
+        return with_options(problem.replace(**pages(page_table, problem.batch, k3.shape[1], q3)), layout=layout, **options)
     cu_k = indices.cu_seqlens(cu_seqlens_k, "cu_seqlens_k", k3.shape[0], "k", q3)
     if cu_k.shape != cu_q.shape:
         raise ValueError(f"cu_seqlens_k: {cu_k.shape[0]} entries, but cu_seqlens_q has {cu_q.shape[0]}; both must be (batch + 1,)")
     longest = indices.max_seqlen(max_seqlen_k, "max_seqlen_k", cu_k, k3.shape[0])
-    return with_options(problem.replace(cu_seqlens_k=cu_k, seqlen_k=longest), **options)
+    return with_options(problem.replace(cu_seqlens_k=cu_k, seqlen_k=longest), layout=layout, **options)
 
 
 def build_decode(
@@ -91,16 +91,19 @@ def build_decode(
     lengths = decode_lengths(kv_lengths, problem)
     turned = opts.rope(rope, problem)
     if not new:
-        problem = with_options(problem, kv_lengths=lengths, **options)
+        problem = with_options(problem, kv_lengths=lengths, layout=layout, **options)
         append = None if turned is None else Append(lengths, rope=turned)
         if append is not None:
             indices.append(problem, append)
         return problem, append
     checks.same_rank(**{name: named[name] for name in ("q", "k_new", "v_new")})
-    append = Append(lengths, *(canonical(named[name], layout, name) for name in new), rope=turned)
+    quantizes = problem.e4m3 and named["k_new"].dtype == problem.q.dtype
+    append = Append(lengths, *(canonical(named[name], layout, name) for name in new), rope=turned, quantizes=quantizes)
     count = checks.new_keys(append.k_new, append.v_new, problem)
-    problem = with_options(problem, kv_lengths=indices.lengths_after(lengths, count, problem), **options)
-    checks.caches_can_be_written(problem, append.inputs)
+    if problem.e4m3 and turned is not None and not quantizes:
+        raise TypeError(f"rope: turns k_new, which is {problem.k.dtype}; that must be {problem.q.dtype} (q's), to be quantized afterwards")
+    problem = with_options(problem, kv_lengths=indices.lengths_after(lengths, count, problem), layout=layout, **options)
+    checks.caches_can_be_written(problem, append.inputs, quantizes)
     indices.append(problem, append)
     return problem, append
 
@@ -130,9 +133,10 @@ def decode_again(
     lengths = decode_lengths(kv_lengths, known)
     if k_new is None:
         return known.replace(**fresh, kv_lengths=lengths, stream=stream), None
-    append = Append(lengths, *(canonical(arrays.view(a, name), layout, name) for name, a in (("k_new", k_new), ("v_new", v_new))))
+    new = (canonical(arrays.view(a, name), layout, name) for name, a in (("k_new", k_new), ("v_new", v_new)))
+    append = Append(lengths, *new, quantizes=known.e4m3 and k_new.dtype == known.q.dtype)
     problem = known.replace(**fresh, kv_lengths=indices.lengths_after(lengths, append.count, known), stream=stream)
-    checks.caches_can_be_written(problem, append.inputs)
+    checks.caches_can_be_written(problem, append.inputs, append.quantizes)
     return problem, append
 
 
@@ -170,6 +174,8 @@ def build_backward(
     else:
         cu_q, cu_k, max_q, max_k = varlen
         problem = build_varlen(q, k, v, cu_q, cu_k, max_seqlen_q=max_q, max_seqlen_k=max_k, layout=layout, **options)
+    if problem.e4m3:
+        raise TypeError(f"k: dtype {problem.k.dtype}; gradients are of floating arrays, it must be {problem.q.dtype} (q's)")
     checks.flag(deterministic, "deterministic")
     ndim = np.ndim(q)
     given = {"dout": dout, "out": out, "lse": lse, "dlse": dlse}
@@ -198,11 +204,11 @@ def with_options(
     mask_mod: Any = None, mod_args: Any = None, kv_lengths: Any = None, kv_start: Any = None, q_scale: Any = None,
     k_scale: Any = None, v_scale: Any = None, precision: str | None = None, num_splits: int | None = None,
     batch_invariant: bool = False, out_dtype: Any = None, kernel: str = "auto", backend: str | None = None, stream: Any = None,
+    layout: str = "BSHD",
 ) -> Problem:
     """Check every option that is not an array of the result and fold it into the problem."""
-    for name, value in (("q_scale", q_scale), ("k_scale", k_scale), ("v_scale", v_scale)):
-        if value is not None:
-            raise NotImplementedError(f"{name}: scales belong to float8 arrays, which are not supported yet")
+    if q_scale is not None:
+        raise NotImplementedError("q_scale: it belongs to queries in float8, which are not supported yet")
     checks.choice(score, "score", ("dot", "sqdist"))
     checks.choice(kernel, "kernel", KERNELS)
     if backend is not None:
@@ -219,6 +225,8 @@ def with_options(
     opts.fits_arguments(score_mod, "score_mod", 5, mod_args)
     opts.fits_arguments(mask_mod, "mask_mod", 4, mod_args)
     changes: dict[str, Any] = with_lengths(problem, kv_lengths, kv_start)
+    for name, value, a in (("k_scale", k_scale, problem.k), ("v_scale", v_scale, problem.v)):
+        changes[name] = opts.kv_scale(value, name, a, problem.q, layout)
     if bias is not None:
         changes["bias"], changes["bias_shape"] = opts.bias(bias, problem)
     if mask is not None:

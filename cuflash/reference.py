@@ -24,7 +24,7 @@ from typing import NamedTuple
 import numpy as np
 
 from .modifiers import modified_mask, modified_scores
-from .types import UNBOUNDED, Gradients, Problem, Sequence
+from .types import UNBOUNDED, ArrayView, Gradients, Problem, Sequence
 
 BLOCK_ELEMENTS = 1 << 20  # of one score matrix: eight to ten of 8 MB are alive at a time
 
@@ -95,6 +95,12 @@ def key_index(problem: Problem, sequence: Sequence, j: np.ndarray, head_kv: int)
 def widened(array: np.ndarray) -> np.ndarray:
     """The same values in float64."""
     return array.astype(np.float64)
+
+
+def dequantized(a: ArrayView, scale: ArrayView | None, key_index: tuple) -> np.ndarray:
+    """Keys or values (keys, D) in float64, times their scales if they have some."""
+    rows = widened(a.array[key_index])
+    return rows if scale is None else rows * widened(scale.array[key_index])[:, None]
 
 
 # --- from queries and keys to logits -------------------------------------------------------------------------------
@@ -225,8 +231,8 @@ class Attended(NamedTuple):
 def attend(problem: Problem, block: Block) -> Attended:
     """Weights of one block: the steps of the forward pass in their order."""
     q = widened(problem.q.array[block.query_index])
-    k = widened(problem.k.array[block.key_index])
-    v = widened(problem.v.array[block.key_index])
+    k = dequantized(problem.k, problem.k_scale, block.key_index)
+    v = dequantized(problem.v, problem.v_scale, block.key_index)
     scaled = scores(problem, q, k)
     before_mod = biased(problem, block, softcapped(problem, scaled))
     logits = modified(problem, block, before_mod)

@@ -15,6 +15,7 @@ from .types import Problem
 DTYPES = {
     name: np.dtype(t) for name, t in (("f16", np.float16), ("bf16", ml_dtypes.bfloat16), ("f32", np.float32), ("f64", np.float64))
 }
+E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
 ALL, NONE, LATER = "all", "-", "later"
 
 _BATCH, _KEYS, _HEADS, _DIM, _PAGE = 2, 8, 2, 16, 4
@@ -82,6 +83,13 @@ def _append(a: Arrays) -> Problem:
     return problem.build_decode(a.q, a.k, a.v, [1] * _BATCH, k_new=new, v_new=new)[0]
 
 
+def _quantized(a: Arrays) -> Problem:
+    cache, scale = np.zeros((_BATCH, _KEYS, _HEADS, _DIM), E4M3), np.ones((_BATCH, _KEYS, _HEADS), np.float32)
+    new = a.zeros(_BATCH, a.rows, _HEADS, _DIM)
+    scales = {"k_scale": scale, "v_scale": scale.copy()}
+    return problem.build_decode(a.q, cache, cache.copy(), [1] * _BATCH, k_new=new, v_new=new, **scales)[0]
+
+
 def _backward(a: Arrays) -> Problem:
     lse = np.zeros((_BATCH, _HEADS, a.rows), np.float64 if a.dtype == np.float64 else np.float32)
     return problem.build_backward(a.q, a.q, a.k, a.v, a.q, lse)
@@ -130,10 +138,11 @@ ROWS: dict[str, Build] = {
     "batch_invariant": _attention(batch_invariant=True),
     'precision="tf32"': _attention(precision="tf32"),
     "out_dtype": _attention(out_dtype=np.float32),
-    "q_scale, k_scale, v_scale (float8)": _attention(q_scale=1.0, k_scale=1.0, v_scale=1.0),
+    "q_scale (float8)": _attention(q_scale=1.0),
     "attention_varlen": _varlen,
     "decode": _decode(),
     "decode: k_new, v_new": _append,
+    "decode: caches in float8_e4m3fn, k_scale, v_scale": _quantized,
     "decode: rope": _decode(rope=(np.ones((_KEYS, 4), np.float32), np.zeros((_KEYS, 4), np.float32), "half")),
     "decode: cache_batch_index": _decode(cache_batch_index=[0, 1]),
     "attention_backward": _backward,

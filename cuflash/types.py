@@ -15,6 +15,8 @@ UNBOUNDED = -1  # a window side without limit
 HOST = -1  # device number of host memory
 INDICES = ("cu_seqlens_q", "cu_seqlens_k", "kv_lengths", "kv_start")  # fields of a Problem, in the order of the kernels' structs
 
+E4M3 = "float8_e4m3fn"  # of keys and values that have scales
+
 _FLOAT32, _FLOAT64 = np.dtype(np.float32), np.dtype(np.float64)
 
 
@@ -52,6 +54,11 @@ class ArrayView:
     device: int  # CUDA ordinal, or -1 for host memory
 
     @property
+    def by_token(self) -> bool:
+        """Of k_scale or v_scale: whether it differs from token to token; those of a tensor or a head are repeated by a stride of 0."""
+        return self.strides[-2] != 0
+
+    @property
     def layout_key(self) -> tuple:
         """What a plan depends on: everything but the address, and but strides that lead nowhere (axes of length 1)."""
         strides = tuple(stride if n > 1 else 0 for n, stride in zip(self.shape, self.strides, strict=True))
@@ -82,6 +89,7 @@ class Append:
     k_new: ArrayView | None = None  # (B, n, Hkv, D)
     v_new: ArrayView | None = None  # (B, n, Hkv, Dv)
     rope: Rope | None = None
+    quantizes: bool = False  # k_new and v_new are of q's dtype, the caches float8_e4m3fn
 
     @property
     def count(self) -> int:
@@ -138,6 +146,8 @@ class Problem:
     q: ArrayView
     k: ArrayView
     v: ArrayView
+    k_scale: ArrayView | None = None  # factors of keys in float8_e4m3fn, float32, of k's shape without the head size; None: 1
+    v_scale: ArrayView | None = None  # those of values
     out: ArrayView | None = None  # allocated before a backend runs
     lse: ArrayView | None = None  # None: the caller does not want it
 
@@ -210,6 +220,11 @@ class Problem:
     @property
     def paged(self) -> bool:
         return self.page_table is not None
+
+    @property
+    def e4m3(self) -> bool:
+        """Whether keys and values are float8_e4m3fn, under queries of another dtype."""
+        return name_of(self.k.dtype) == E4M3
 
     @property
     def group_size(self) -> int:

@@ -3,7 +3,8 @@
 // lengths that the attention then works with are written, where the device alone knows those before.
 //
 // The grid is one row of threads: units of keys, of values, of queries, then a thread for each sequence. A unit is 16 bytes of a row, or
-// two times 16 bytes that are turned together; where strides or addresses forbid that, a number or a pair of numbers.
+// two times 16 bytes that are turned together; where strides or addresses forbid that, a number or a pair of numbers. Where the caches are
+// of e4m3 and the new keys and values are not, a warp quantizes a row, by the scale that its head has or one that it finds and writes.
 #include "include/element.cuh"
 #include "include/params.cuh"
 
@@ -13,13 +14,14 @@ struct AppendParams {
     const void* v_new;      // (batch, new_keys, heads_kv, head_dim_v)
     const void* cos;        // (positions, pairs)
     const void* sin;        // (positions, pairs)
-    const void* lengths;    // (batch): keys in the cache; i64, or i32 if lengths_i32
+    const void* lengths;    // (batch): keys in the cache; i64, or i32 if lengths_i32; null: none
     const i32* page_table;  // (batch, max_pages), or null
     void* q_turned;         // (batch, q_rows, heads_q, head_dim), contiguous
     void* k;                // (batch, capacity, heads_kv, head_dim); paged: (pages, page_size, heads_kv, head_dim)
     void* v;                // likewise, with head_dim_v
     i32* lengths_after;     // (batch)
-    Strides q_stride, k_new_stride, v_new_stride, k_stride, v_stride;
+    float *k_scale, *v_scale;  // of caches in e4m3: (batch, capacity, heads_kv), or (pages, page_size, heads_kv); null: one for all
+    Strides q_stride, k_new_stride, v_new_stride, k_stride, v_stride, k_scale_stride, v_scale_stride;
     i64 cos_row, cos_column, sin_row, sin_column;  // strides, in elements
     u32 k_units, v_units, q_units;                 // of a row
     u32 k_total, v_total, q_total, lengths_total;  // threads for each part of the work; 0: there is none
@@ -35,9 +37,12 @@ struct AppendParams {
     i32 page_size, max_pages, pages;
     u32 page_magic;         // key / page_size = key * page_magic >> page_shift
     i32 page_shift;
+    i32 k_by_token, v_by_token;  // scales are found here, for each token and head
+    float k_factor, v_factor;
 };
 
 constexpr int APPEND_THREADS = 128;  // of a block
+constexpr int MOST_COLUMNS = 256;    // of a row that is quantized
 
 // N neighbouring numbers of a row.
 template <class T, int N> struct __align__(N * sizeof(typename Element<T>::Raw)) Chunk {
@@ -65,10 +70,31 @@ struct Growth {
     bool fits;
 
     __device__ __forceinline__ Growth(const AppendParams& p, int batch) {
-        const i64 given = p.lengths_i32 ? i64(static_cast<const i32*>(p.lengths)[batch]) : static_cast<const i64*>(p.lengths)[batch];
+        i64 given = 0;
+        if (p.lengths) given = p.lengths_i32 ? i64(static_cast<const i32*>(p.lengths)[batch]) : static_cast<const i64*>(p.lengths)[batch];
         fits = given >= 0 && given <= p.capacity - p.new_keys;
         before = int(given < 0 ? 0 : given > p.capacity ? p.capacity : given);
         after = fits ? before + p.new_keys : before;
+    }
+};
+
+// Where the n-th new key of a sequence goes, if anywhere: to a row of a batch entry or page.
+struct Place {
+    int key, row;
+    i64 first;
+    bool exists;
+
+    __device__ __forceinline__ Place(const AppendParams& p, int batch, int n) {
+        const Growth growth(p, batch);
+        key = row = growth.before + n;
+        first = batch;
+        exists = growth.fits;
+        if (exists && p.page_table) {
+            const int slot = int(u64(u32(key)) * p.page_magic >> p.page_shift);
+            first = p.page_table[i64(batch) * p.max_pages + slot];
+            row = key - slot * p.page_size;
+            exists = u32(first) < u32(p.pages);  // if not, the rows that see the key become NaN
+        }
     }
 };
 
@@ -136,19 +162,51 @@ template <class T, int N> __device__ __forceinline__ void append_unit(
     const u32 row = at / units, token = row / u32(p.heads_kv);
     const int head = row % u32(p.heads_kv), batch = token / u32(p.new_keys), n = token % u32(p.new_keys);
     Unit<T, N> unit(Row<T, N>(source, source_stride, batch, n, head), at % units, pairs, p.interleaved);
-    const Growth growth(p, batch);
-    if (!growth.fits) return;
-    const int key = growth.before + n;
-    i64 place = batch;
-    int in_place = key;
-    if (p.page_table) {
-        const int slot = int(u64(u32(key)) * p.page_magic >> p.page_shift);
-        place = p.page_table[i64(batch) * p.max_pages + slot];
-        in_place = key - slot * p.page_size;
-        if (u32(place) >= u32(p.pages)) return;  // the rows that see the key become NaN
+    const Place to(p, batch, n);
+    if (!to.exists) return;
+    if (pairs > 0) unit.turn(Rotation<T>{p, to.key}, pairs);
+    unit.store(Row<T, N>(cache, stride, to.first, to.row, head));
+}
+
+// Quantizes a row of new keys (pairs > 0: turned) or values: one warp, whose lanes have every 32nd number.
+template <class T> __device__ __forceinline__ void quantize_row(
+    const AppendParams& p, const void* source, const Strides& source_stride, void* cache, const Strides& stride, float* scales,
+    const Strides& scale_stride, bool by_token, float factor, u32 at, int columns, int pairs) {
+    constexpr int EACH = MOST_COLUMNS / 32;
+    const u32 row = at / 32, token = row / u32(p.heads_kv);
+    const int lane = at % 32, head = row % u32(p.heads_kv), batch = token / u32(p.new_keys), n = token % u32(p.new_keys);
+    const Place to(p, batch, n);
+    if (!to.exists) return;
+    const Row<T, 1> from(source, source_stride, batch, n, head);
+    const Rotation<T> rotation{p, to.key};
+    float x[EACH], top = 0.0f;
+#pragma unroll
+    for (int i = 0; i < EACH; ++i) {
+        const int column = lane + 32 * i;
+        x[i] = 0.0f;
+        if (column < columns) {
+            Chunk<T, 1> own = from.chunk(column);
+            if (column < 2 * pairs) {
+                const bool first = p.interleaved ? column % 2 == 0 : column < pairs;
+                Chunk<T, 1> other = from.chunk(p.interleaved ? column ^ 1 : first ? column + pairs : column - pairs);
+                rotation.turn(first ? own.x[0] : other.x[0], first ? other.x[0] : own.x[0], p.interleaved ? column / 2 : column % pairs);
+            }
+            x[i] = float(Element<T>::load(own.x, 0));
+        }
+        top = fmaxf(top, fabsf(x[i]));  // passes over NaN
     }
-    if (pairs > 0) unit.turn(Rotation<T>{p, key}, pairs);
-    unit.store(Row<T, N>(cache, stride, place, in_place, head));
+    const i64 place = to.first * scale_stride.batch + to.row * scale_stride.row + head * scale_stride.head;
+    float scale = scales && !by_token ? scales[place] : factor;
+    if (by_token) {
+#pragma unroll
+        for (int lanes = 1; lanes < 32; lanes *= 2) top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, lanes));
+        scale = fmaxf(top / 448.0f, 1.175494351e-38f);  // a row of zeros has one as well
+        if (lane == 0) scales[place] = scale;
+    }
+    const Row<E4m3, 1> codes(cache, stride, to.first, to.row, head);
+#pragma unroll
+    for (int i = 0; i < EACH; ++i)
+        if (lane + 32 * i < columns) Element<E4m3>::store(codes.chunk(lane + 32 * i).x, 0, x[i] / scale);
 }
 
 template <class T, int N> __device__ __forceinline__ void query_unit(const AppendParams& p, u32 at) {
@@ -160,17 +218,26 @@ template <class T, int N> __device__ __forceinline__ void query_unit(const Appen
     unit.store(Row<T, N>(p.q_turned, Strides{0, p.head_dim, 0, 1}, 0, row, 0));
 }
 
-template <class T> __device__ __forceinline__ void kv_append(const AppendParams& p) {
+// Kv: the caches' type, T or E4m3.
+template <class T, class Kv = T> __device__ __forceinline__ void kv_append(const AppendParams& p) {
+    constexpr bool QUANTIZES = !same<T, Kv>;
     constexpr int N = 16 / sizeof(typename Element<T>::Raw);
     u32 at = blockIdx.x * APPEND_THREADS + threadIdx.x;
     if (at < p.k_total) {
-        if (p.k_vector) append_unit<T, N>(p, p.k_new, p.k_new_stride, p.k, p.k_stride, at, p.k_units, p.pairs);
+        if constexpr (QUANTIZES)
+            quantize_row<T>(
+                p, p.k_new, p.k_new_stride, p.k, p.k_stride, p.k_scale, p.k_scale_stride, p.k_by_token, p.k_factor, at, p.head_dim,
+                p.pairs);
+        else if (p.k_vector) append_unit<T, N>(p, p.k_new, p.k_new_stride, p.k, p.k_stride, at, p.k_units, p.pairs);
         else append_unit<T, 1>(p, p.k_new, p.k_new_stride, p.k, p.k_stride, at, p.k_units, p.pairs);
         return;
     }
     at -= p.k_total;
     if (at < p.v_total) {
-        if (p.v_vector) append_unit<T, N>(p, p.v_new, p.v_new_stride, p.v, p.v_stride, at, p.v_units, 0);
+        if constexpr (QUANTIZES)
+            quantize_row<T>(
+                p, p.v_new, p.v_new_stride, p.v, p.v_stride, p.v_scale, p.v_scale_stride, p.v_by_token, p.v_factor, at, p.head_dim_v, 0);
+        else if (p.v_vector) append_unit<T, N>(p, p.v_new, p.v_new_stride, p.v, p.v_stride, at, p.v_units, 0);
         else append_unit<T, 1>(p, p.v_new, p.v_new_stride, p.v, p.v_stride, at, p.v_units, 0);
         return;
     }

@@ -205,8 +205,12 @@ def _naive_block(
     """Attention of one block, every step in the compute dtype."""
     c = problem.compute_dtype.type
     q = problem.q.array[block.query_index].astype(c)[:, features]
-    k = problem.k.array[block.key_index].astype(c)[:, features]
-    v = problem.v.array[block.key_index].astype(c)
+    k, v = (a.array[block.key_index].astype(c) for a in (problem.k, problem.v))
+    if problem.k_scale is not None:
+        k *= problem.k_scale.array[block.key_index].astype(c)[:, None]
+    if problem.v_scale is not None:
+        v *= problem.v_scale.array[block.key_index].astype(c)[:, None]
+    k = k[:, features]
     scale = c(problem.scale) if np.ndim(problem.scale) == 0 else np.asarray(problem.scale).astype(c)[features]
     if problem.score == "dot":
         scores = (_chopped(q, k.T) if chop else _loop(q, k.T) if loop_features else q @ k.T) * scale

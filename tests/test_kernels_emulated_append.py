@@ -285,7 +285,8 @@ def test_a_row_that_sees_a_key_of_a_bad_page_is_nan_and_no_other(emulator):
 
 
 def test_instances():
-    assert {s.name for s in cuda_append.instances("sm_90a")} == {f"kv_append_{t}" for t in ("fp16", "bf16", "fp32", "fp64")}
+    kinds = ("fp16", "bf16", "fp32", "fp64", "e4m3", "fp16_e4m3", "bf16_e4m3", "fp32_e4m3")
+    assert {s.name for s in cuda_append.instances("sm_90a")} == {f"kv_append_{kind}" for kind in kinds}
     assert not any("bf16" in s.name for s in cuda_append.instances("sm_75"))
 
 

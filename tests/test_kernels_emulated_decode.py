@@ -183,8 +183,9 @@ RUNS = {run.name: run for runs in (tile_runs(), kind_runs(), hard_runs()) for ru
 def emulator(request, tmp_path_factory):
     def prepare(made, run):
         problem = run.build()[0]
-        for source, *_ in cuda_decode.steps(problem, *setup(problem, run.gpu)):
-            made.prepare_source(source, "DecodeParams", 750 if run.gpu.cc < (8, 0) else 800)
+        instance, how = setup(problem, run.gpu)
+        for source, *_ in cuda_decode.steps(problem, instance, how):
+            made.prepare_source(source, "DecodeParams", emulate.decode_path(instance, run.gpu))
 
     with emulate.compiling_ahead(request, tmp_path_factory, RUNS, prepare) as made:
         yield made

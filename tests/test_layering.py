@@ -14,7 +14,7 @@ PACKAGE = Path(__file__).resolve().parent.parent / "cuflash"
 ROOMS = (
     ("__main__",),
     ("cli",),
-    ("support", "explanation", "distributed", "interop", "bench", "cache", "shared_prefix"),
+    ("support", "explanation", "distributed", "interop", "bench", "cache", "shared_prefix", "quantize"),
     ("api",),
     ("merge",),
     ("warm_decode",),

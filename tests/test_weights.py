@@ -321,7 +321,7 @@ def test_errors():
         (TypeError, ("backend:", "'cuda'", "NumPy", "host"), {"backend": "cuda"}),
         (TypeError, ("attention_weights()", "'casual'", "causal", "reduce"), {"casual": True}),
         (TypeError, ("attention_weights()", "'return_lse'"), {"return_lse": True}),
-        (NotImplementedError, ("k_scale:",), {"k_scale": 1.0}),
+        (TypeError, ("k_scale:", "float32", "float8_e4m3fn"), {"k_scale": 1.0}),
     ):
         with refused(error, *pieces):
             weights(q, k, **options)

@@ -25,7 +25,8 @@ class Backend(Protocol):
     One that computes gradients also has ``run_backward(plan, problem) -> Gradients``; one that materialises attention weights
     ``run_weights(plan, problem)``, which writes problem.weights; one that may lack something in an installation
     ``unusable() -> str | None``; one whose ``run`` may fail for want of a compiler or in a stream capture ``make_ready(plan, problem)``,
-    which then fails in its place and else changes nothing.
+    which then fails in its place and else changes nothing. ``TAKES_DEVICE_INDICES`` names the kernels that read lengths where they are,
+    ``TAKES_E4M3`` those for keys and values in float8_e4m3fn.
     """
 
     NAME: str

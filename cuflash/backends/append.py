@@ -1,4 +1,5 @@
-"""What decode() does before it attends, in NumPy: a rotary embedding, and new keys and values into caches, dense or paged.
+"""What decode() does before it attends, in NumPy: a rotary embedding, and new keys and values into caches, dense or paged; quantized, if
+the caches are float8_e4m3fn and they are not.
 
 For arrays on a GPU this is what is left where the kernel of cuda_append.py cannot run: lengths from the host, no embedding.
 """
@@ -9,10 +10,13 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 from .. import launch
 from ..types import HOST, Append, ArrayView, NoBackendError, Problem, Rope
+
+LARGEST = 448.0  # number of float8_e4m3fn
 
 
 @contextlib.contextmanager
@@ -22,8 +26,10 @@ def appended(problem: Problem, new: Append, why: str = "") -> Iterator[Problem]:
     ``problem`` is the decode problem after the append: its kv_lengths count the new keys. Everything has been checked. ``why`` says
     what keeps a GPU from doing it all by itself.
     """
-    if problem.q.device != HOST and (new.rope is not None or problem.indices_on_device):
-        what = ", ".join([*["rope"] * (new.rope is not None), *(f"{name} on the device" for name in problem.indices_on_device)])
+    if problem.q.device != HOST and (new.rope is not None or problem.indices_on_device or problem.e4m3):
+        asked = {"rope": new.rope is not None, f"caches in {problem.k.dtype}": problem.e4m3}
+        asked |= {f"{name} on the device": True for name in problem.indices_on_device}
+        what = ", ".join(name for name, there in asked.items() if there)
         raise NoBackendError(f"{what}: decode() needs the kernel that appends, which cannot run: {why}")
     if problem.q.device != HOST:
         launch.refuse_capture(launch.copied({"kv_lengths": new.lengths}))
@@ -31,8 +37,13 @@ def appended(problem: Problem, new: Append, why: str = "") -> Iterator[Problem]:
     if new.k_new is not None and new.v_new is not None:
         places = new.lengths[:, None] + np.arange(new.count)
         keys = new.k_new.array if new.rope is None else turned(new.k_new.array, places, new.rope, problem.compute_dtype)
-        for cache, values in ((problem.k.array, keys), (problem.v.array, new.v_new.array)):
-            write(cache, values, places, problem)
+        for a, scale, values in ((problem.k, problem.k_scale, keys), (problem.v, problem.v_scale, new.v_new.array)):
+            if new.quantizes:
+                given = None if scale is not None and scale.by_token else np.float32(1) if scale is None else head_scales(scale)
+                values, found = quantized(values, given)
+                if given is None:
+                    write(scale.array, found, places, problem)
+            write(a.array, values, places, problem)
     if new.rope is None:
         yield problem
         return
@@ -40,8 +51,25 @@ def appended(problem: Problem, new: Append, why: str = "") -> Iterator[Problem]:
     yield problem.replace(q=ArrayView(q, q.__array_interface__["data"][0], q.shape, q.strides, q.dtype, "numpy", HOST))
 
 
+def head_scales(scale: ArrayView) -> np.ndarray:
+    """Scales that are the same for all tokens: (Hkv,)."""
+    return scale.array.reshape(-1, scale.shape[-1])[0] if scale.array.size else np.ones(scale.shape[-1], np.float32)
+
+
+def quantized(x: np.ndarray, scale: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
+    """x (..., D) in float8_e4m3fn, and the scales (...): given ones, or those with which the largest number of each row becomes 448."""
+    numbers = x.astype(np.float64 if x.dtype == np.float64 else np.float32)
+    if scale is None:
+        top = np.fmax.reduce(np.abs(numbers), axis=-1, initial=0)  # NaN is passed over: it becomes NaN by itself
+        with np.errstate(over="ignore"):
+            scale = np.maximum((top / numbers.dtype.type(LARGEST)).astype(np.float32), np.finfo(np.float32).tiny)
+    with np.errstate(invalid="ignore", over="ignore"):
+        codes = np.clip(numbers / scale[..., None], -LARGEST, LARGEST).astype(ml_dtypes.float8_e4m3fn)
+    return codes, scale
+
+
 def write(cache: Any, values: Any, places: np.ndarray, problem: Problem) -> None:
-    """Values (B, n, Hkv, D) to the keys ``places`` (B, n) of their sequences."""
+    """Values (B, n, Hkv, D), or (B, n, Hkv), to the keys ``places`` (B, n) of their sequences."""
     for b, j in enumerate(places):
         if problem.page_table is None:
             cache[b, j] = values[b]

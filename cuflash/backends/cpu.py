@@ -18,7 +18,7 @@ from . import cpu_backward, cpu_threads, cpu_weights, naive
 from .cpu_params import Tasks, plan_tasks, sequence_table, tables
 
 NAME = "cpu"
-KERNELS = ("fa2", "decode", "naive")
+KERNELS = TAKES_E4M3 = ("fa2", "decode", "naive")
 
 SHORT_ROWS = 32  # packed query rows (rows x heads of a group) up to which "auto" decodes
 INVARIANT_ROWS = 128  # of a block, and

@@ -100,8 +100,8 @@ def _tiles(problem: Problem, block: Rows, keys_per_tile: int):
     begin, end = cpu_numpy.key_range(problem, s, rows)
     for at in range(begin, end, keys_per_tile):
         keys = slice(at, min(at + keys_per_tile, end))
-        k = cpu_numpy.key_rows(problem, problem.k.array, s, head, keys)
-        v = cpu_numpy.key_rows(problem, problem.v.array, s, head, keys)
+        k = cpu_numpy.key_rows(problem, "k", s, head, keys)
+        v = cpu_numpy.key_rows(problem, "v", s, head, keys)
         before_mod, hidden = cpu_numpy.additive(problem, s, head, rows, keys, q, k)
         logits = cpu_numpy.final(problem, s, head, rows, keys, before_mod.copy(), hidden)
         visible = logits != -np.inf

@@ -43,8 +43,8 @@ def _block(problem: Problem, s, head: int, rows: slice, keys_per_tile: int) -> N
     begin, end = cpu_numpy.key_range(problem, s, rows)
     for at in range(begin, end, keys_per_tile):
         keys = slice(at, min(at + keys_per_tile, end))
-        k = cpu_numpy.key_rows(problem, problem.k.array, s, head, keys)
-        v = cpu_numpy.key_rows(problem, problem.v.array, s, head, keys)
+        k = cpu_numpy.key_rows(problem, "k", s, head, keys)
+        v = cpu_numpy.key_rows(problem, "v", s, head, keys)
         state.update(cpu_numpy.logits(problem, s, head, rows, keys, q, k), v)
     out, lse = state.finish(cpu_numpy.sink_of(problem, head))
     cpu_numpy.store(problem.out.array, cpu_numpy.row_index(problem, s, head, rows), out)

@@ -31,7 +31,7 @@ from .cpu_panels import (
     rows_of,
 )
 from .cpu_params import MERGE, PARAMS, SEQUENCE, TASK
-from .cpu_rows import F32, F64, read_row, store_row
+from .cpu_rows import F32, F64, read_row, scale_row, store_row
 from .cpu_simd import (
     NARROW_LANES,
     UNROLL,
@@ -70,6 +70,9 @@ def pack_keys(one, size, p, s, task, pages, begin, end, kt):
         j = min(begin + n, end - 1)
         where = key_address(p, s, task, pages, p.k_address, p.k_b, p.k_s, p.k_h, j)
         read_row(one, kt + n * depth * size, where, p.k_d, depth, p.k_code)
+        if p.k_scale_address != 0:
+            where = key_address(p, s, task, pages, p.k_scale_address, p.k_scale_b, p.k_scale_s, p.k_scale_h, j)
+            scale_row(one, kt + n * depth * size, depth, where)
 
 
 @compiled
@@ -99,6 +102,9 @@ def pack_values(one, size, p, s, task, pages, begin, end, columns, vt):
         where = key_address(p, s, task, pages, p.v_address, p.v_b, p.v_s, p.v_h, begin + n)
         row = vt + n * columns * size
         read_row(one, row, where, p.v_d, width, p.v_code)
+        if p.v_scale_address != 0:
+            where = key_address(p, s, task, pages, p.v_scale_address, p.v_scale_b, p.v_scale_s, p.v_scale_h, begin + n)
+            scale_row(one, row, width, where)
         for d in range(width):
             x = get(one, row, d)
             strange |= x - x != 0

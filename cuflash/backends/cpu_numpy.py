@@ -29,17 +29,22 @@ def lse_index(problem: Problem, s: Sequence, head: int, rows: slice) -> tuple:
     return (head, packed) if problem.varlen else (s.index, head, rows)
 
 
-def key_rows(problem: Problem, array: np.ndarray, s: Sequence, head: int, keys: slice) -> np.ndarray:
-    """k or v of a key range as the query head sees it, (keys, D), in the compute dtype."""
+def key_rows(problem: Problem, name: str, s: Sequence, head: int, keys: slice) -> np.ndarray:
+    """"k" or "v" of a key range as the query head sees it, (keys, D), in the compute dtype; times its scales."""
+    index: tuple
     head_kv = head // problem.group_size
     if problem.paged:
         j = np.arange(keys.start, keys.stop)
-        rows = array[problem.page_table[s.index, j // problem.page_size], j % problem.page_size, head_kv]
+        index = problem.page_table[s.index, j // problem.page_size], j % problem.page_size, head_kv
     elif problem.cu_seqlens_k is not None:
-        rows = array[s.k_begin + keys.start : s.k_begin + keys.stop, head_kv]
+        index = slice(s.k_begin + keys.start, s.k_begin + keys.stop), head_kv
     else:
-        rows = array[s.index, keys, head_kv]
-    return rows.astype(problem.compute_dtype)
+        index = s.index, keys, head_kv
+    rows = getattr(problem, name).array[index].astype(problem.compute_dtype)
+    scale = getattr(problem, f"{name}_scale")
+    if scale is not None:
+        rows *= scale.array[index][:, None]
+    return rows
 
 
 def key_range(problem: Problem, s: Sequence, rows: slice) -> tuple[int, int]:

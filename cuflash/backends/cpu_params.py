@@ -15,11 +15,13 @@ from ..types import ArrayView, Problem
 I64, F64 = np.int64, np.float64
 
 # dtype codes of read_row and store_row
-CODES = {np.dtype(t): code for code, t in enumerate((np.float32, np.float64, np.float16, ml_dtypes.bfloat16))}
+_DTYPES = (np.float32, np.float64, np.float16, ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn)
+CODES = {np.dtype(t): code for code, t in enumerate(_DTYPES)}
 
 PARAMS = np.dtype(
     [
         *((f"{name}_{field}", I64) for name in ("q", "k", "v", "out") for field in ("address", "b", "s", "h", "d", "code")),
+        *((f"{name}_{field}", I64) for name in ("k_scale", "v_scale") for field in ("address", "b", "s", "h")),  # address 0: none
         *((f"lse_{field}", I64) for field in ("address", "b", "h", "s", "code")),  # address 0: not wanted
         *((f"bias_{field}", I64) for field in ("address", "b", "h", "s", "c", "code")),  # address 0: none
         *((f"mask_{field}", I64) for field in ("address", "b", "h", "s", "c", "tail")),
@@ -80,6 +82,12 @@ def tables(problem: Problem, sequences: np.ndarray, tile_keys: int, block_rows: 
         packed = len(view.shape) == 3
         strides = (0, *view.strides) if packed else view.strides
         _fill(p, name, view, ("b", "s", "h", "d"), strides)
+    for name in ("k_scale", "v_scale"):
+        scale: ArrayView | None = getattr(problem, name)
+        if scale is not None:
+            p[f"{name}_address"] = scale.pointer
+            for axis, stride in zip("bsh"[-len(scale.shape):], scale.strides, strict=True):
+                p[f"{name}_{axis}"] = stride
     if problem.lse is not None:
         strides = (0, *problem.lse.strides) if problem.varlen else problem.lse.strides
         _fill(p, "lse", problem.lse, ("b", "h", "s"), strides)

@@ -15,6 +15,7 @@ from .cpu_memory import (
     get,
     load_f32,
     load_f64,
+    load_u8,
     load_u16,
     put,
     store_f32,
@@ -22,7 +23,7 @@ from .cpu_memory import (
     store_u16,
 )
 
-F32, F64, F16, BF16 = 0, 1, 2, 3  # the codes of cpu_params.CODES
+F32, F64, F16, BF16, E4M3 = 0, 1, 2, 3, 4  # the codes of cpu_params.CODES
 
 
 @compiled
@@ -41,6 +42,17 @@ def widen_f16(bits):
 def widen_bf16(bits):
     """bfloat16 bits -> float32."""
     return f32_from_bits(np.uint32(np.uint32(bits) << np.uint32(16)))
+
+
+@compiled
+def widen_e4m3(bits):
+    """float8_e4m3fn bits -> float32, as `widen_f16` does it."""
+    magnitude = np.uint32(bits & np.uint8(0x7F)) << np.uint32(20)
+    sign = np.uint32(bits & np.uint8(0x80)) << np.uint32(24)
+    value = bits_from_f32(f32_from_bits(np.uint32(magnitude)) * np.float32(2.0**120))
+    if magnitude == np.uint32(0x07F00000):  # NaN
+        value = np.uint32(0x7FC00000)
+    return f32_from_bits(np.uint32(value | sign))
 
 
 @compiled
@@ -104,12 +116,26 @@ def read_row(like, target, address, stride, count, code):
     elif code == F16:
         for n in range(count):
             put(like, target, n, widen_f16(load_u16(address, stride * n)))
+    elif code == E4M3 and stride == 1:
+        for n in range(count):
+            put(like, target, n, widen_e4m3(load_u8(address, n)))
+    elif code == E4M3:
+        for n in range(count):
+            put(like, target, n, widen_e4m3(load_u8(address, stride * n)))
     elif stride == 2:
         for n in range(count):
             put(like, target, n, widen_bf16(load_u16(address, 2 * n)))
     else:
         for n in range(count):
             put(like, target, n, widen_bf16(load_u16(address, stride * n)))
+
+
+@compiled
+def scale_row(like, target, count, address):
+    """Multiply ``count`` numbers of like's type at ``target`` by the float32 at ``address``."""
+    scale = load_f32(address, 0)
+    for n in range(count):
+        put(like, target, n, get(like, target, n) * scale)
 
 
 @compiled

@@ -75,6 +75,6 @@ def _weights(problem: Problem, s: Sequence, head: int, rows: slice, begin: int, 
     x = np.empty((len(q), end - begin), problem.compute_dtype)
     for at in range(begin, end, KEYS):
         keys = slice(at, min(at + KEYS, end))
-        k = cpu_numpy.key_rows(problem, problem.k.array, s, head, keys)
+        k = cpu_numpy.key_rows(problem, "k", s, head, keys)
         x[:, at - begin : keys.stop - begin] = cpu_numpy.logits(problem, s, head, rows, keys, q, k)
     return cpu_numpy.softmax(x, cpu_numpy.sink_of(problem, head))

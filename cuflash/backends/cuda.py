@@ -26,9 +26,10 @@ KERNELS = ("fa2", "fa1", "decode", "naive")
 TYPES = ("float16", "bfloat16")  # of prefill_fa2 and prefill_fa1
 LARGEST_GRID = 2**31 - 1
 CLEAR_ROWS = 128  # of a block of clear_rows.cu
+TAKES_E4M3 = ("decode",)
 TAKES_DEVICE_INDICES = ("fa2", "decode")  # kernels that read lengths and cu_seqlens where they are
 # Arrays of a call that were made for it alone, or that results may overlap: with them no launch is prepared.
-OWN_ARRAYS = ("alibi_slopes", "sinks", "bias", "mask")
+OWN_ARRAYS = ("alibi_slopes", "sinks", "bias", "mask", "k_scale", "v_scale")
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,8 @@ AnyInstance = Instance | cuda_fp.Instance | cuda_fa1.Instance
 
 def auto_kernels(problem: Problem) -> tuple[str, ...]:
     """Kernels for kernel="auto", best first. fa1 is there to be compared: fa2 does all that it does, faster."""
+    if problem.e4m3:
+        return TAKES_E4M3
     return ("decode", "fa2") if cuda_decode.suits(problem) else ("fa2",)
 
 
@@ -125,7 +128,8 @@ def decline(problem: Problem, kernel: str) -> str | None:
     chosen = instance(problem, info, kernel)
     if chosen is None:
         if kernel == "decode":
-            return f"no tile for head sizes {sizes[0]} and {sizes[1]} and {problem.seqlen_q} queries on {info.name}; kernel='fa2' has one"
+            other = "" if problem.e4m3 else "; kernel='fa2' has one"
+            return f"no tile for head sizes {sizes[0]} and {sizes[1]} and {problem.seqlen_q} queries on {info.name}{other}"
         memory = f"{info.shared_memory_block:,} bytes of shared memory of {info.name}"
         return f"no tile for head sizes {sizes[0]} and {sizes[1]} fits the {memory}"
     if _grid(problem, chosen) > LARGEST_GRID:

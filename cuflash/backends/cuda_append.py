@@ -14,40 +14,45 @@ from typing import Any
 import numpy as np
 
 from .. import device, jit, launch
-from ..types import Append, ArrayView, Problem, name_of
+from ..types import E4M3, Append, ArrayView, Problem, name_of
 from .cuda_instance import CUDA_TYPES, SHORT_TYPES
 
+_SHORT, _TYPES = SHORT_TYPES | {E4M3: "e4m3"}, CUDA_TYPES | {E4M3: "E4m3"}
 THREADS = 128  # of a block, APPEND_THREADS in kv_append.cu
+ROW = 32  # threads that quantize a row of at most
+MOST_COLUMNS = 256  # numbers, MOST_COLUMNS in kv_append.cu
 MOST_THREADS = 2**31 - THREADS  # of a launch: the kernel counts them in 32 bits
 
 # AppendParams of kv_append.cu.
 PARAMS = np.dtype(
     [
         *((name, np.uint64) for name in (
-            "q", "k_new", "v_new", "cos", "sin", "lengths", "page_table", "q_turned", "k", "v", "lengths_after",
+            "q", "k_new", "v_new", "cos", "sin", "lengths", "page_table", "q_turned", "k", "v", "lengths_after", *launch.SCALES,
         )),
-        *((f"{name}_stride", launch.STRIDES) for name in ("q", "k_new", "v_new", "k", "v")),
+        *((f"{name}_stride", launch.STRIDES) for name in ("q", "k_new", "v_new", "k", "v", *launch.SCALES)),
         *((name, np.int64) for name in ("cos_row", "cos_column", "sin_row", "sin_column")),
         *((name, np.uint32) for name in ("k_units", "v_units", "q_units", "k_total", "v_total", "q_total", "lengths_total")),
         *((name, np.int32) for name in (
             "q_rows", "new_keys", "heads_q", "heads_kv", "head_dim", "pairs", "interleaved", "table_float",
             "positions", "upper_left", "k_vector", "v_vector", "q_vector", "lengths_i32", "capacity", "page_size", "max_pages", "pages",
         )),
-        ("page_magic", np.uint32), ("page_shift", np.int32),
+        ("page_magic", np.uint32), ("page_shift", np.int32), ("k_by_token", np.int32), ("v_by_token", np.int32),
+        ("k_factor", np.float32), ("v_factor", np.float32),
     ],
     align=True,
 )
 
 
 @functools.cache
-def source(dtype: str) -> jit.Source:
-    """The kernel for arrays of a dtype; one for all sizes, strides, dense and paged caches."""
-    name = f"kv_append_{SHORT_TYPES[dtype]}"
+def source(dtype: str, kv: str = "") -> jit.Source:
+    """The kernel for arrays of a dtype, and caches of ``kv`` if that is another; one for all sizes, strides, dense and paged caches."""
+    dtypes = [d for d in (dtype, kv) if d]
+    name, types = "_".join(("kv_append", *(_SHORT[d] for d in dtypes))), ", ".join(_TYPES[d] for d in dtypes)
     stub = (
         f'static_assert(sizeof(AppendParams) == {PARAMS.itemsize}, "cuda_append.py mirrors the struct");\n'
-        f'static_assert(APPEND_THREADS == {THREADS}, "as cuda_append.py has it");\n'
+        f'static_assert(APPEND_THREADS == {THREADS} && MOST_COLUMNS == {MOST_COLUMNS}, "as cuda_append.py has it");\n'
         f'extern "C" __global__ void __launch_bounds__(APPEND_THREADS) {name}(const __grid_constant__ AppendParams p) {{\n'
-        f"    kv_append<{CUDA_TYPES[dtype]}>(p);\n"
+        f"    kv_append<{types}>(p);\n"
         "}\n"
     )
     return jit.Source("kv_append.cu", stub, name)
@@ -56,7 +61,15 @@ def source(dtype: str) -> jit.Source:
 def instances(arch: str) -> Iterator[jit.Source]:
     """Every instance for an architecture: for precompilation."""
     number = int(jit.exact(arch).removeprefix("sm_").rstrip("af"))
-    yield from (source(dtype) for dtype in CUDA_TYPES if number >= 80 or dtype != "bfloat16")
+    dtypes = [dtype for dtype in CUDA_TYPES if number >= 80 or dtype != "bfloat16"]
+    yield from (source(dtype) for dtype in (*dtypes, E4M3))
+    yield from (source(dtype, E4M3) for dtype in dtypes if dtype != "float64")
+
+
+def source_for(problem: Problem, new: Append) -> jit.Source:
+    """The kernel of a call."""
+    dtype, kv = name_of(problem.q.dtype), name_of(problem.k.dtype)
+    return source(kv) if new.rope is None and not new.quantizes else source(dtype, kv if new.quantizes else "")
 
 
 def decline(problem: Problem, new: Append) -> str | None:
@@ -73,7 +86,9 @@ def decline(problem: Problem, new: Append) -> str | None:
     if longest > launch.LONGEST:
         return f"sequences of {longest:,} rows; it takes at most {launch.LONGEST:,}"
     keys, rows = problem.batch * new.count * problem.heads_kv, problem.batch * problem.seqlen_q * problem.heads_q
-    threads = keys * (problem.head_dim + problem.head_dim_v) + rows * problem.head_dim + problem.batch  # at most
+    if new.quantizes and max(problem.head_dim, problem.head_dim_v) > MOST_COLUMNS:
+        return f"head sizes {problem.head_dim} and {problem.head_dim_v}; it quantizes up to {MOST_COLUMNS} numbers a head"
+    threads = keys * max(2 * ROW, problem.head_dim + problem.head_dim_v) + rows * problem.head_dim + problem.batch  # at most
     if threads > MOST_THREADS and (threads := sum(units(problem, new)[1])) > MOST_THREADS:
         return f"{threads:,} threads; a launch has at most {MOST_THREADS:,}"
     return None
@@ -87,8 +102,8 @@ def appended(problem: Problem, new: Append) -> Iterator[Problem]:
     these lie in lives until the block ends, in the stream's order.
     """
     place = problem.q.device
-    function = jit.function(source(name_of(problem.q.dtype)), place)
-    small: dict[str, np.ndarray] = {}
+    function = jit.function(source_for(problem, new), place)
+    small = {name: a for name, a in launch.small_arrays(problem).items() if name in launch.SCALES}
     if isinstance(new.lengths, np.ndarray):
         small["lengths"] = np.ascontiguousarray(new.lengths)
     if isinstance(problem.page_table, np.ndarray):
@@ -116,15 +131,42 @@ def prepare(problem: Problem, new: Append, ready: Problem) -> launch.Prepared | 
     )
     if not threads:
         return None
-    function = jit.function(source(name_of(problem.q.dtype)), problem.q.device)
+    function = jit.function(source_for(problem, new), problem.q.device)
     return launch.Prepared([launch.Step(function, -(-threads // THREADS), THREADS)], params, addresses=11)
+
+
+def quantize(x: ArrayView, codes: ArrayView, scale: ArrayView | float) -> None:
+    """Write x (B, S, H, D) to ``codes`` as new keys are written to an empty cache; see `pack_quantize`."""
+    threads, params = pack_quantize(x, codes, scale)
+    if threads > MOST_THREADS:
+        raise ValueError(f"x: {threads // ROW:,} rows; a launch has at most {MOST_THREADS // ROW:,}, pass it in parts")
+    if threads:
+        function = jit.function(source(name_of(x.dtype), E4M3), x.device)
+        launch.launch(function, -(-threads // THREADS), THREADS, 0, params, launch.stream_pointer(None))
+
+
+def pack_quantize(x: ArrayView, codes: ArrayView, scale: ArrayView | float) -> tuple[int, np.ndarray]:
+    """Threads and struct of `quantize`. scale: a number, an array (B, S, H) that is written, or one that repeats the scales of heads."""
+    p = np.zeros(1, PARAMS)
+    batch, keys, heads, size = x.shape
+    values: dict[str, Any] = {
+        "k_new": x.pointer, "k_new_stride": launch.element_strides(x, "brhc"), "k": codes.pointer,
+        "k_stride": launch.element_strides(codes, "brhc"), "batch": batch, "new_keys": keys, "heads_kv": heads, "head_dim": size,
+        "capacity": keys, "k_total": batch * keys * heads * ROW,
+    }
+    if isinstance(scale, ArrayView):
+        values |= {"k_scale": scale.pointer, "k_scale_stride": launch.element_strides(scale, "brh"), "k_by_token": scale.by_token}
+    else:
+        values["k_factor"] = scale
+    for name, value in values.items():
+        p[0][name] = value
+    return batch * keys * heads * ROW, p
 
 
 def units(problem: Problem, new: Append) -> tuple[dict[str, int], list[int]]:
     """How rows are cut, as fields of the struct; and the threads for keys, values, queries and lengths."""
     pairs = 0 if new.rope is None else new.rope.cos.shape[1]
     count = new.count
-    in_vector = 16 // problem.q.dtype.itemsize
     fields: dict[str, int] = {}
     totals = []
     for name, arrays, columns, rows, turned in (
@@ -132,6 +174,10 @@ def units(problem: Problem, new: Append) -> tuple[dict[str, int], list[int]]:
         ("v", (new.v_new, problem.v), problem.head_dim_v, problem.batch * count * problem.heads_kv, 0),
         ("q", (problem.q,), problem.head_dim, problem.batch * problem.seqlen_q * problem.heads_q if pairs else 0, pairs),
     ):
+        if new.quantizes and name != "q":
+            totals.append(rows * ROW)
+            continue
+        in_vector = 16 // arrays[-1].dtype.itemsize
         inside = turned > 0 and new.rope is not None and new.rope.interleaved  # a pair lies in one piece of 16 bytes
         vector = rows > 0 and launch.copy_bytes(arrays) == 16 and (inside or turned % in_vector == 0)  # type: ignore[arg-type]
         width = in_vector if vector else 1
@@ -169,6 +215,9 @@ def pack(
         "head_dim": problem.head_dim, "upper_left": problem.align == "upper_left", "lengths_i32": new.lengths.dtype == np.int32,
         "capacity": problem.seqlen_k,
     }
+    if new.quantizes:
+        values |= launch.scale_values(problem, pointers)
+        values |= {f"{name[0]}_by_token": (a := getattr(problem, name)) is not None and a.by_token for name in launch.SCALES}
     if problem.paged:
         values |= {"page_size": problem.page_size, "max_pages": problem.page_table.shape[1], "pages": problem.k.shape[0]}
         values["page_magic"], values["page_shift"] = launch.page_divisor(problem.page_size)

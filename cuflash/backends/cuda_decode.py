@@ -38,12 +38,21 @@ class Instance(PrefillInstance):
     one: bool = True  # one query
     paged: bool = False
     merges: bool = True  # the last block to finish merges, else combine.cu
+    e4m3: bool = False  # keys and values in float8_e4m3fn, with scales
 
     KERNEL, TILES, PARAMS = "decode", "tiles_decode.py", "DecodeParams"
 
     @property
     def factor_left(self) -> bool:
         return self.score in (SCORE_PLAIN, SCORE_SOFTCAP)
+
+    @property
+    def shared_memory(self) -> int:
+        return self.tile.shared_memory(self.d, self.dv, 1 if self.e4m3 else 2)
+
+    @property
+    def kernel_words(self) -> list[str]:
+        return ["e4m3"] * self.e4m3
 
     @property
     def tile_words(self) -> list[str]:
@@ -55,7 +64,8 @@ class Instance(PrefillInstance):
     def arguments(self) -> list[Any]:
         t = self.tile
         numbers = [self.d, self.dv, t.m, t.n, t.warps, t.row_warps, t.stages, self.load, self.mask, self.score]
-        return [CUDA_TYPES[self.dtype], CUDA_TYPES[self.out], *numbers, self.one, self.paged, self.merges, t.q_registers, t.wgmma]
+        kinds = [self.one, self.paged, self.merges, t.q_registers, t.wgmma, *["E4m3"] * self.e4m3]
+        return [CUDA_TYPES[self.dtype], CUDA_TYPES[self.out], *numbers, *kinds]
 
     @functools.cached_property
     def combine_source(self) -> jit.Source:
@@ -96,7 +106,12 @@ def decline(problem: Problem) -> str | None:
         return f"{dtype} arrays; it takes float16 and bfloat16, kernel='fa2' all four"
     asked = {"packed sequences": problem.varlen, "bias": problem.bias is not None}
     name = next((name for name, there in asked.items() if there), None)
-    return f"it has no {name}; kernel='fa2' has" if name else None
+    if name is not None:
+        return f"it has no {name}; kernel='fa2' has"
+    if problem.e4m3 and launch.copy_bytes((problem.k, problem.v)) < 4:
+        strides = f"head sizes {problem.head_dim} and {problem.head_dim_v}, strides {problem.k.strides} and {problem.v.strides}"
+        return f"{problem.k.dtype} arrays of {strides}; columns must be contiguous, all else whole multiples of 4 bytes"
+    return None
 
 
 def suits(problem: Problem) -> bool:
@@ -107,15 +122,17 @@ def suits(problem: Problem) -> bool:
 
 def instance(problem: Problem, info: DeviceInfo, load: int, score: int) -> Instance | None:
     """The kernel instance for these arrays, or None if no tile fits the GPU."""
-    d, dv = tiles.head_class(problem.head_dim), tiles.head_class(problem.head_dim_v)
-    one = problem.seqlen_q == 1
-    tile = tiles_decode.decode(problem.group_size * problem.seqlen_q, d, dv, info, problem.paged, one and problem.mask is None, load == 2)
+    d, dv = (tiles_decode.head_class(size, problem.e4m3) for size in (problem.head_dim, problem.head_dim_v))
+    one, itemsize = problem.seqlen_q == 1, problem.k.dtype.itemsize
+    rows, alike = problem.group_size * problem.seqlen_q, one and problem.mask is None
+    tile = tiles_decode.decode(rows, d, dv, info, problem.paged, alike, load == 2, itemsize)
     if tile is None:
         return None
     how = split(problem, tile, info)
     merges = 4 * how.parts * min(how.rows, tile.m) * dv <= MERGED_BYTES
     return Instance(
         name_of(problem.q.dtype), name_of(problem.out_dtype), d, dv, tile, mask_kind(problem), score, load, one, problem.paged, merges,
+        problem.e4m3,
     )
 
 
@@ -202,10 +219,16 @@ def pack(
 ) -> np.ndarray:
     """The struct of one launch; ``memory`` has the addresses of the workspace, the rest is as for launch.pack_prefill."""
     p = np.zeros(1, launch.DECODE_PARAMS)
-    p["prefill"] = launch.pack_prefill(problem, chosen.tile.m, 1, chosen.factor_left, pointers)
+    shared = {name: at for name, at in pointers.items() if name not in launch.SCALES}
+    p["prefill"] = launch.pack_prefill(problem, chosen.tile.m, 1, chosen.factor_left, shared)
     p["part_out"], p["part_state"], p["arrived"] = memory
     for name in ("rows", "row_blocks", "heads_at_once", "runs", "least", "unit_tiles", "most_units"):
         p[name] = getattr(how, name)
+    if problem.e4m3:
+        for name in ("k_stride", "v_stride"):
+            p["prefill"][name] //= 2  # in words of 16 bits
+        for name, value in launch.scale_values(problem, pointers).items():
+            p[name] = value
     return p
 
 
@@ -282,11 +305,11 @@ def common(info: DeviceInfo) -> Iterator[Instance]:
 def _common(info: DeviceInfo) -> Iterator[Instance]:
     def make(
         dtype: str, d: int, rows: int, mask: int = 0, score: int = 0, load: int = 16, one: bool = True, paged: bool = False,
-        out: str | None = None, merges: bool = True,
+        out: str | None = None, merges: bool = True, e4m3: bool = False,
     ) -> Iterator[Instance]:
-        tile = tiles_decode.decode(rows, d, d, info, paged, one)
+        tile = tiles_decode.decode(rows, d, d, info, paged, one, itemsize=1 if e4m3 else 2)
         if tile is not None:
-            yield Instance(dtype, out or dtype, d, d, tile, mask, score, load, one, paged, merges)
+            yield Instance(dtype, out or dtype, d, d, tile, mask, score, load, one, paged, merges, e4m3)
 
     dtypes = ("float16",) if info.cc < (8, 0) else ("float16", "bfloat16")
     for d in tiles.HEAD_CLASSES:
@@ -304,3 +327,10 @@ def _common(info: DeviceInfo) -> Iterator[Instance]:
         for rows in (16, 32, 64):
             yield from make("float16", d, rows, MASK_RIGHT | MASK_LEFT | MASK_ARRAY, everything, one=False, paged=True)
         yield from make("float16", d, 16, MASK_RIGHT | MASK_LEFT, SCORE_SOFTCAP)
+        for rows in (8, 16):
+            yield from make(dtypes[-1], d, rows, e4m3=True)
+            yield from make("float16", d, rows, MASK_RIGHT | MASK_LEFT | MASK_ARRAY, everything, one=False, paged=True, e4m3=True)
+        yield from make("float16", d, 8, load=8, e4m3=True)
+    for d in (64, 128, 192, 256):
+        for rows in (8, 16, 32, 64):
+            yield from make(dtypes[-1], d, rows, paged=True, e4m3=True)

@@ -66,8 +66,8 @@ def run(plan: Plan, problem: Problem) -> None:
             rows, keys = slice(0, s.q_length), slice(s.kv_start, max(s.kv_start, s.kv_length))
             for head in range(problem.heads_q):
                 q = cpu_numpy.query_rows(problem, s, head, rows)
-                k = cpu_numpy.key_rows(problem, problem.k.array, s, head, keys)
-                v = cpu_numpy.key_rows(problem, problem.v.array, s, head, keys)
+                k = cpu_numpy.key_rows(problem, "k", s, head, keys)
+                v = cpu_numpy.key_rows(problem, "v", s, head, keys)
                 x = cpu_numpy.logits(problem, s, head, rows, keys, q, k)
                 state = cpu_numpy.State(s.q_length, problem.head_dim_v, problem.compute_dtype)
                 state.update(x, v)

@@ -8,7 +8,7 @@ from .. import reference
 from ..types import Gradients, Plan, Problem
 
 NAME = "reference"
-KERNELS = ("naive",)
+KERNELS = TAKES_E4M3 = ("naive",)
 _MATRICES = 10  # float64 score matrices of a block alive at a time, at most
 
 

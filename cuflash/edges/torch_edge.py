@@ -90,14 +90,18 @@ class TorchEdge(Edge):
 
     @staticmethod
     def _on_device(x: torch.Tensor, dtype: np.dtype, device: int, name: str) -> Any:
-        if dtype.itemsize == 1 and dtype.kind not in "biu":  # CuPy has no float8 arrays
-            arrays.check_float_dtype(dtype, name)
+        stored = dtype
+        if dtype.itemsize == 1 and dtype.kind not in "biu":  # CuPy has no float8 arrays, but by view
+            if not arrays.is_e4m3(dtype):
+                arrays.check_float_dtype(dtype, name)
+            stored = np.dtype(np.uint8)
         cupy = need_cupy()
         item = dtype.itemsize
         strides = tuple(item * stride for stride in x.stride())
         size = item + sum((n - 1) * stride for n, stride in zip(x.shape, strides, strict=True)) if x.numel() else 0
         memory = cupy.cuda.UnownedMemory(x.data_ptr(), size, x, device)
-        return cupy.ndarray(tuple(x.shape), dtype, cupy.cuda.MemoryPointer(memory, 0), strides)
+        array = cupy.ndarray(tuple(x.shape), stored, cupy.cuda.MemoryPointer(memory, 0), strides)
+        return array if stored is dtype else array.view(dtype)
 
     @contextlib.contextmanager
     def placed(self, device: int, stream: Any, given: list[Any]) -> Iterator[None]:

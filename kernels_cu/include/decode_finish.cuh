@@ -4,13 +4,13 @@
 // A part ends: its warps' states become one, and that the result or a partial one. Nobody needs the stage any more.
 template <class C>
 __device__ __forceinline__ void gather_warps(const DecodeParams& p, WarpDecode<C>& warp, const Piece& piece, u32 smem, u32 stage_smem) {
-    const int thread = thread_index(), lane = thread % 32, key_warp = thread / 32 % C::KEY_WARPS;
+    const int thread = C::thread(), lane = thread % 32, key_warp = thread / 32 % C::KEY_WARPS;
     const u32 state_smem = smem + C::STATE_SMEM;
 #pragma unroll
     for (int r = 0; r < 2 * C::MT; ++r) {
         warp.state.reduce(r);
         const u32 at = state_smem + 8 * (key_warp * C::M + warp.row(thread, r));
-        if (lane % 4 == 0) {
+        if (Fragments<C::TURNED>::speaks(lane)) {
             store_smem(at, __float_as_uint(warp.state.reference[r]));
             store_smem(at + 4, __float_as_uint(warp.state.sum[r]));
         }
@@ -18,7 +18,7 @@ __device__ __forceinline__ void gather_warps(const DecodeParams& p, WarpDecode<C
     C::sync();
     const PackedRows rows(p, C::M, piece.batch, piece.head);
     const int count = min(C::M, p.rows - rows.first);
-    constexpr int PER_ROW = C::COLUMNS / 4, OTS = C::COLUMNS / 8;
+    constexpr int PER_ROW = C::COLUMNS / 4, OT_COLUMNS = Fragments<C::TURNED>::COLUMNS;
 #pragma unroll
     for (int first = 0; first < C::DV; first += C::COLUMNS) {
         if (first > 0) C::sync();
@@ -26,12 +26,19 @@ __device__ __forceinline__ void gather_warps(const DecodeParams& p, WarpDecode<C
 #pragma unroll
         for (int r = 0; r < 2 * C::MT; ++r)
 #pragma unroll
-            for (int ot = 0; ot < OTS; ++ot) {
+            for (int ot = 0; ot < C::COLUMNS / OT_COLUMNS; ++ot) {
                 const int row = warp.row(thread, r);
-                const float* x = &warp.O_rmem[r / 2][first / 8 + ot][r % 2 * 2];
-                store_smem(
-                    stage_smem + 4 * ((key_warp * C::M + row) * C::COLUMNS + (ot ^ (row & 3)) * 8 + lane % 4 * 2),
-                    make_uint2(__float_as_uint(x[0]), __float_as_uint(x[1])));
+                const float* x = &warp.O_rmem[r / 2][first / OT_COLUMNS + ot][r % 2 * 2];
+                const u32 row_smem = stage_smem + 4 * (key_warp * C::M + row) * C::COLUMNS;
+                if constexpr (!C::SCALED) {
+                    store_smem(row_smem + 4 * ((ot ^ (row & 3)) * 8 + lane % 4 * 2), make_uint2(__float_as_uint(x[0]), __float_as_uint(x[1])));
+                } else {
+#pragma unroll
+                    for (int c = 0; c < 2; ++c) {
+                        const int column = warp.column(lane, ot, c);
+                        store_smem(row_smem + 4 * ((column / 8 ^ (row & 3)) * 8 + column % 8), __float_as_uint(x[c] * warp.unit.unit));
+                    }
+                }
             }
         C::sync();
 #pragma unroll 1

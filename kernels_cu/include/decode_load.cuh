@@ -90,6 +90,7 @@ template <class C> struct Loader {
     Cursor<C::MASK, C::N> next;
     typename KLoader::Pages k_pages;  // of the tile that comes next; of values as well if SAME_ROWS
     typename VLoader::Pages v_pages;
+    PageRows<C::N, 1> scale_page;     // of the key whose scales the thread copies
 
     __device__ __forceinline__ Loader(const DecodeParams& p)
         : p(p), run(block_index() / u32(p.heads_at_once)), lane(block_index() % u32(p.heads_at_once)),
@@ -108,6 +109,7 @@ template <class C> struct Loader {
             const KeyRange range = next.range;
             k_loader().look_up(k_pages, thread, key(), range.begin, range.end);
             if constexpr (!SAME_ROWS) v_loader().look_up(v_pages, thread, key(), range.begin, range.end);
+            if constexpr (C::SCALED) scale_page.look_up(p, next.batch, thread % C::N, key(), range.begin, range.end);
         }
     }
 
@@ -125,6 +127,7 @@ template <class C> struct Loader {
         k.load(k_pages, thread, stage_smem, key(), range.begin, range.end);
         if constexpr (SAME_ROWS) v.load(k_pages, thread, stage_smem + C::V_SMEM, key(), range.begin, range.end);
         else v.load(v_pages, thread, stage_smem + C::V_SMEM, key(), range.begin, range.end);
+        if constexpr (C::SCALED) load_scales(stage_smem + C::SCALES_SMEM, thread, range);
         if constexpr (!C::WGMMA) {  // else the workers bring them
             if (next.begins()) {
                 const PackedRows rows(p, C::M, next.batch, head());
@@ -144,10 +147,29 @@ template <class C> struct Loader {
         look_up();
     }
 
-    __device__ __forceinline__ KLoader k_loader() const { return KLoader(p, p.k, p.k_stride, next.batch, head_kv, p.head_dim); }
-    __device__ __forceinline__ VLoader v_loader() const { return VLoader(p, p.v, p.v_stride, next.batch, head_kv, p.head_dim_v); }
+    __device__ __forceinline__ KLoader k_loader() const { return KLoader(p, p.k, p.k_stride, next.batch, head_kv, p.head_dim / C::PACK); }
+    __device__ __forceinline__ VLoader v_loader() const { return VLoader(p, p.v, p.v_stride, next.batch, head_kv, p.head_dim_v / C::PACK); }
 
   private:
+    // Copies scales of keys, then of values, one a thread at a time.
+    __device__ __forceinline__ void load_scales(u32 scales_smem, int thread, const KeyRange& range) const {
+        static_assert(C::THREADS % C::N == 0, "a thread copies scales of one key");
+        const int row = key() + thread % C::N;
+        const bool here = row >= range.begin && row < range.end && (!C::PAGED || u32(scale_page.entry[0]) < u32(p.pages));
+        const i64 place = C::PAGED ? scale_page.entry[0] : next.batch;
+        const int in_place = C::PAGED ? row - page_of(p, row) * p.page_size : row;
+#pragma unroll
+        for (int first = 0; first < 2 * C::N; first += C::THREADS) {
+            const int item = first + thread;
+            if (item >= 2 * C::N) break;
+            const bool values = item >= C::N;
+            const float* scale = values ? p.v_scale : p.k_scale;
+            const Strides& s = values ? p.v_scale_stride : p.k_scale_stride;
+            if (scale) copy_or_zero<4>(scales_smem + 4 * item, scale + place * s.batch + in_place * s.row + head_kv * s.head, here);
+            else store_smem(scales_smem + 4 * item, __float_as_uint(values ? p.v_factor : p.k_factor));
+        }
+    }
+
     __device__ __forceinline__ u32 Q_smem(u32 smem) const { return smem + (C::WGMMA ? C::ALL_Q_SMEM : part * C::STAGE_BYTES + C::Q_SMEM); }
     __device__ __forceinline__ void find_head() { head_kv = more() ? int(u32(head()) / u32(p.row_blocks)) : 0; }
 };

@@ -13,4 +13,8 @@ struct DecodeParams : PrefillParams {  // of which m_tiles, section and tile_row
     i32 unit_tiles;        // tiles of a unit, at least
     i32 most_units;        // of a sequence. 0: a unit is a tile, and parts end where runs do; else each unit is a part
     i32 unused;
+    // Of keys and values in 8 bits: the scale of each token and head (strides: batch or page, row, head), or null: one factor for all.
+    const float *k_scale, *v_scale;
+    Strides k_scale_stride, v_scale_stride;
+    float k_factor, v_factor;
 };

@@ -29,13 +29,13 @@ template <class C> struct GroupDecode : WarpDecode<C> {
     __device__ __forceinline__ GroupDecode(const DecodeParams& p) : Base(p) {}
 
     // A part begins. All workers bring its queries.
-    __device__ __forceinline__ void begin(const Piece& piece) {
+    __device__ __forceinline__ void begin(const Piece& piece, u32 smem) {
         const PackedRows rows(p, C::M, piece.batch, piece.head);
         QueryLoader<Working<C>>(p, rows).load(p, rows, thread_index(), piece.queries);
         copies_commit();
         copies_wait<0>();
         C::sync();
-        Base::begin(piece);
+        Base::begin(piece, smem);
     }
 
     __device__ __forceinline__ void first_tile(const Piece& piece, u32 stage_smem) {
@@ -199,7 +199,7 @@ template <class C> __device__ __forceinline__ void work_on_tiles(const DecodePar
     while (true) {
         Piece piece = ring.wait();
         if (uniform(piece.flags) & Piece::QUIT) return;
-        group.begin(piece);
+        group.begin(piece, ring.smem);
         group.first_tile(piece, ring.stage_smem());
 #pragma unroll 1
         while (!(uniform(piece.flags) & Piece::ENDS)) {

@@ -1,4 +1,4 @@
-// Numbers of an array whose type is known when the kernel is compiled: float, double, or 16 bits, which are worked with as float.
+// Numbers of an array whose type is known when the kernel is compiled: float, double, or of 16 or 8 bits, which are worked with as float.
 #include "include/types.cuh"
 
 // Raw: what lies in memory; load() and store() convert from and to what is computed with.
@@ -31,6 +31,25 @@ template <> struct Element<Bf16> {
 #if CUFLASH_ARCH >= 800
     static __device__ __forceinline__ void store(void* p, i64 at, float x) { static_cast<u16*>(p)[at] = u16(pack2<Bf16>(x, 0.0f)); }
 #endif
+};
+
+template <> struct Element<E4m3> {
+    using Raw = u8;
+
+    static __device__ __forceinline__ float load(const void* p, i64 at) {
+        const u32 x = static_cast<const u8*>(p)[at], size = x & 0x7f;
+        const float y = size == 0x7f ? __int_as_float(0x7fffffff) : __uint_as_float(size << 20) * 1.329227995784916e36f;  // 2^120
+        return x & 0x80 ? -y : y;
+    }
+
+    // To the nearest even, and the largest number there is for all beyond it.
+    static __device__ __forceinline__ void store(void* p, i64 at, float x) {
+        const float size = fminf(fabsf(x), 448.0f);
+        const u32 bits = __float_as_uint(size);
+        u32 y = (bits - (120u << 23) + 0x7ffffu + (bits >> 20 & 1)) >> 20;
+        if (size < 0.015625f) y = __float_as_uint(size + 16384.0f) - __float_as_uint(16384.0f);  // below 2^-6: in steps of 2^-9
+        static_cast<u8*>(p)[at] = u8(x != x ? 0x7fu : y | (__float_as_uint(x) >> 24 & 0x80));
+    }
 };
 
 // The array from one of its elements on.

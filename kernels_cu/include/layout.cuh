@@ -5,15 +5,15 @@
 // COLUMNS numbers a row, in blocks of 64 (or 32) columns; a block is [ROWS][BLOCK], so its rows have 128 (or 64) bytes. Within a
 // row, the 16-byte chunk c lies at place c ^ swizzle(row): the 8 rows of an ldmatrix, like 8 lanes that store one row, then
 // touch all 32 banks once. The place must begin at a multiple of 128 bytes.
-template <int ROWS_, int COLUMNS> struct SmemTile {
+template <int ROWS_, int COLUMNS, int BLOCK_ = COLUMNS % 64 == 0 ? 64 : 32> struct SmemTile {
     static constexpr int ROWS = ROWS_;
-    static constexpr int BLOCK = COLUMNS % 64 == 0 ? 64 : 32;
+    static constexpr int BLOCK = BLOCK_;
     static constexpr int BLOCKS = COLUMNS / BLOCK;
     static constexpr int CHUNKS = BLOCK / 8;
     static constexpr int ROW_BYTES = 2 * BLOCK;
     static constexpr int BLOCK_BYTES = ROWS * ROW_BYTES;
     static constexpr int BYTES = BLOCKS * BLOCK_BYTES;
-    static_assert(COLUMNS % 32 == 0 && ROWS % 16 == 0, "tiles are whole fragments");
+    static_assert(COLUMNS % BLOCK == 0 && ROWS % 16 == 0, "tiles are whole fragments");
 
     // Byte offset of a chunk of the first block.
     static __device__ __forceinline__ u32 offset(int row, int chunk) {
@@ -36,6 +36,8 @@ template <bool GROUPED> struct KeyOrder {
 
     // Key of the lane's first column of product nt, counted from that of product 0; the second column is the next key.
     static __device__ constexpr int key(int nt) { return GROUPED ? nt / 4 * 32 + nt % 4 * 2 : 8 * nt; }
+
+    static __device__ constexpr int key(int nt, int c) { return key(nt) + c; }
 
     // The tile's row where a key goes.
     static __device__ __forceinline__ int row(int key) {

@@ -59,7 +59,7 @@ __device__ __forceinline__ void mask_row(T (&s)[MT][NT][4], int row, const Visib
     for (int nt = 0; nt < NT; ++nt)
 #pragma unroll
         for (int c = 0; c < 2; ++c)
-            if (u32(first + Order::key(nt) + c) >= u32(count)) s[row / 2][nt][row % 2 * 2 + c] = -infinity();
+            if (u32(first + Order::key(nt, c)) >= u32(count)) s[row / 2][nt][row % 2 * 2 + c] = -infinity();
 }
 
 // -inf in the scores of a warp that are invisible. Lane l holds, of 16 x 8 tile (mt, nt), rows 16 mt + l / 4 (+ 8) and columns

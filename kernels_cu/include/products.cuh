@@ -12,17 +12,21 @@ template <class Tile> __device__ __forceinline__ u32 fragment_b(u32 smem, int th
     return smem + Tile::offset(thread / 16 % 2 * 8 + thread % 8, thread / 8 % 2);
 }
 
+template <int MT, int NT> __device__ __forceinline__ void clear(float (&d)[MT][NT][4]) {
+#pragma unroll
+    for (int mt = 0; mt < MT; ++mt)
+#pragma unroll
+        for (int nt = 0; nt < NT; ++nt)
+#pragma unroll
+            for (int c = 0; c < 4; ++c) d[mt][nt][c] = 0.0f;
+}
+
 // S_rmem = Q K^T of a warp: 16 head columns at a time.
 template <class C>
 __device__ __forceinline__ void multiply_qk(
     float (&S_rmem)[C::MT][C::NT][4], const u32 (&Q_rmem)[C::Q_IN_RMEM ? C::DQK / 16 : 1][C::MT][4], u32 Q_frag, u32 K_frag
 ) {
-#pragma unroll
-    for (int mt = 0; mt < C::MT; ++mt)
-#pragma unroll
-        for (int nt = 0; nt < C::NT; ++nt)
-#pragma unroll
-            for (int c = 0; c < 4; ++c) S_rmem[mt][nt][c] = 0.0f;
+    clear(S_rmem);
 #pragma unroll
     for (int k = 0; k < C::DQK / 16; ++k) {
         u32 a[C::MT][4];
@@ -49,13 +53,14 @@ __device__ __forceinline__ void multiply_qk(
 }
 
 // The weights of 16 keys, rounded to 16 bits: D fragments of S, in pairs, are an A fragment of P.
-template <class C> __device__ __forceinline__ void round_weights(u32 (&a)[C::MT][4], const float (&P_rmem)[C::MT][C::NT][4], int k) {
+template <class C, class T = typename C::In>
+__device__ __forceinline__ void round_weights(u32 (&a)[C::MT][4], const float (&P_rmem)[C::MT][C::NT][4], int k) {
 #pragma unroll
     for (int mt = 0; mt < C::MT; ++mt)
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             const float* pair = &P_rmem[mt][2 * k + i / 2][i % 2 * 2];
-            a[mt][i] = pack2<typename C::In>(pair[0], pair[1]);
+            a[mt][i] = pack2<T>(pair[0], pair[1]);
         }
 }
 

@@ -117,6 +117,13 @@ __device__ __forceinline__ void ldmatrix_x4_transposed(u32 (&d)[4], u32 smem) {
                  : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3]) : "r"(smem) : "memory");
 }
 
+// An 8x8 matrix of 16-bit numbers, of which lane l has numbers 2 (l % 4) and 2 (l % 4) + 1 of row l / 4; then of column l / 4.
+__device__ __forceinline__ u32 transpose_8x8(u32 x) {
+    u32 d;
+    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(d) : "r"(x));
+    return d;
+}
+
 __device__ __forceinline__ void store_smem(u32 smem, u32 x) { asm volatile("st.shared.b32 [%0], %1;" ::"r"(smem), "r"(x) : "memory"); }
 
 __device__ __forceinline__ void store_smem(u32 smem, uint2 x) {
@@ -157,6 +164,13 @@ __device__ __forceinline__ float reciprocal_fast(float x) {
     float y;
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
+}
+
+// Byte i of the result is byte `selector >> 4 i & 7` of a, from 4 on of b.
+__device__ __forceinline__ u32 permute_bytes(u32 a, u32 b, u32 selector) {
+    u32 d;
+    asm("prmt.b32 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(selector));
+    return d;
 }
 
 template <int LANES, class T> __device__ __forceinline__ T shuffle_xor(T x) { return __shfl_xor_sync(0xffffffffu, x, LANES); }

@@ -67,7 +67,7 @@ __device__ __forceinline__ void apply_score(
 #pragma unroll
                 for (int c = 0; c < 2; ++c) {
                     float& x = s[row / 2][nt][row % 2 * 2 + c];
-                    x = score(x, distance - float(Order::key(nt) + c), bias_at<T>(bias, row, nt, c));
+                    x = score(x, distance - float(Order::key(nt, c)), bias_at<T>(bias, row, nt, c));
                 }
         }
     }
@@ -89,7 +89,7 @@ __device__ __forceinline__ void apply_score(
 #pragma unroll
                 for (int c = 0; c < 2; ++c) {
                     float& x = s[row / 2][nt][row % 2 * 2 + c];
-                    x = score(x, distance - float(Order::key(nt) + c), 0.0f, slope[row]);
+                    x = score(x, distance - float(Order::key(nt, c)), 0.0f, slope[row]);
                 }
         }
     }

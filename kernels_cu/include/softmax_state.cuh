@@ -4,7 +4,8 @@
 // the accumulator. The reference follows the running maximum, within Real::SLACK and up to rounding; it cancels in the end.
 #include "include/reals.cuh"
 
-template <int ROWS, class Real = Fast32> struct SoftmaxState {
+// FIRST..LAST: the bits by which the lanes differ that share a row.
+template <int ROWS, class Real = Fast32, int FIRST = 1, int LAST = 2> struct SoftmaxState {
     using T = typename Real::T;
     T reference[ROWS];  // Real::LOWEST until a key is visible: -inf - -inf would be NaN
     T sum[ROWS];        // this lane's share
@@ -23,8 +24,8 @@ template <int ROWS, class Real = Fast32> struct SoftmaxState {
             top[r] = -infinity();
 #pragma unroll
             for (int nt = 0; nt < NT; ++nt) top[r] = Real::max(top[r], Real::max(s[r / 2][nt][r % 2 * 2], s[r / 2][nt][r % 2 * 2 + 1]));
-            top[r] = Real::max(top[r], shuffle_xor<1>(top[r]));
-            top[r] = Real::max(top[r], shuffle_xor<2>(top[r]));
+#pragma unroll
+            for (int lanes = FIRST; lanes <= LAST; lanes *= 2) top[r] = Real::max(top[r], __shfl_xor_sync(0xffffffffu, top[r], lanes));
         }
     }
 
@@ -108,8 +109,8 @@ template <int ROWS, class Real = Fast32> struct SoftmaxState {
 
     // Sum up the lanes' shares.
     __device__ __forceinline__ void reduce(int r) {
-        sum[r] += shuffle_xor<1>(sum[r]);
-        sum[r] += shuffle_xor<2>(sum[r]);
+#pragma unroll
+        for (int lanes = FIRST; lanes <= LAST; lanes *= 2) sum[r] += __shfl_xor_sync(0xffffffffu, sum[r], lanes);
     }
 
     // Reference and reduced sum of row first + i, i < 4: registers have no index at run time.

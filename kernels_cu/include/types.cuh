@@ -13,6 +13,15 @@ template <class A> constexpr bool same<A, A> = true;
 
 struct Fp16 {};  // IEEE binary16
 struct Bf16 {};  // bfloat16
+struct E4m3 {};  // 8 bits: sign, 4 of exponent, 3 of fraction; NaN, but no infinity (OCP FP8, float8_e4m3fn)
+
+// What tensor cores multiply: the type of the queries, or fp16 where keys and values are converted.
+template <class In, bool CONVERTED> struct ProductType {
+    using Type = In;
+};
+template <class In> struct ProductType<In, true> {
+    using Type = Fp16;
+};
 
 constexpr float LOG2E = 1.4426950408889634f;
 constexpr float LN2 = 0.6931471805599453f;

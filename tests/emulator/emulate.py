@@ -239,7 +239,10 @@ class Emulator:
             given["page_table"] = launch.page_entries(problem.page_table)
         views = {name: a if isinstance(a, ArrayView) else arrays.view(a, name) for name, a in given.items() if a is not None}
         inputs = {name: Guarded(a, side) for name, a in views.items()}
-        caches = {name: Guarded(getattr(problem, name), side, writable=True) for name in ("k", "v")}
+        scales = {name: a for name in launch.SCALES if new.quantizes and (a := getattr(problem, name)) is not None}
+        written = {"k": problem.k, "v": problem.v} | {name: a for name, a in scales.items() if a.by_token}
+        caches = {name: Guarded(a, side, writable=True) for name, a in written.items()}
+        inputs |= {name: Guarded(a, side) for name, a in scales.items() if not a.by_token}
         fresh = {}
         if new.rope is not None:
             fresh["q"] = arrays.view(np.full(problem.q.shape, np.nan, problem.q.dtype), "q_turned")
@@ -251,12 +254,12 @@ class Emulator:
             new, rope=rope, **{name: inputs[name].view for name in ("k_new", "v_new") if name in inputs},
             lengths=inputs["lengths"].view if isinstance(new.lengths, ArrayView) else new.lengths,
         )
-        place = problem.replace(q=inputs["q"].view, **{name: a.view for name, a in caches.items()})
+        place = problem.replace(**{name: a.view for name, a in (inputs | caches).items() if name in ("q", "k", "v", *launch.SCALES)})
         threads, params = cuda_append.pack(
             place, moved, *(made[name].view if name in made else None for name in ("new q", "new kv_lengths")),
             {name: inputs[name].view.pointer for name in ("lengths", "page_table") if name in inputs},
         )
-        source = cuda_append.source(problem.q.dtype.name)
+        source = cuda_append.source_for(problem, new)
         library = self.prepare_source(source, "AppendParams", arch).result()
         if threads:
             memory = {**inputs, **caches, **made}
@@ -275,7 +278,8 @@ class Emulator:
         blocks = cuda_decode.blocks(problem, how)
         if blocks == 0:
             return
-        inputs = {name: Guarded(a, side) for name in ("q", "k", "v", "mask") if (a := getattr(problem, name)) is not None}
+        names = ("q", "k", "v", "k_scale", "v_scale", "mask")
+        inputs = {name: Guarded(a, side) for name in names if (a := getattr(problem, name)) is not None}
         results = {name: Guarded(a, side, writable=True) for name in ("out", "lse") if (a := getattr(problem, name)) is not None}
         small = {name: Guarded(arrays.view(value, name), side) for name, value in launch.small_arrays(problem).items()}
         small |= {name: Guarded(getattr(problem, name), side) for name in problem.indices_on_device}
@@ -289,7 +293,7 @@ class Emulator:
         memory_of_call = {**inputs, **results, **small, **scratch}
         try:
             for source, grid, threads, shared in cuda_decode.steps(problem, instance, how):
-                library = self.prepare_source(source, "DecodeParams", 750 if info.cc < (8, 0) else 800).result()
+                library = self.prepare_source(source, "DecodeParams", decode_path(instance, info)).result()
                 self.execute(library, params, grid, threads, shared, memory_of_call)
         except EmulationError as error:
             raise EmulationError(f"{instance.name}, {error}") from None
@@ -303,6 +307,11 @@ def chosen(problem: Problem, info: DeviceInfo, kernel: str = "fa2") -> Instance:
     instance = cuda.instance(problem, info, kernel)
     assert instance is not None
     return instance
+
+
+def decode_path(instance: cuda_decode.Instance, info: DeviceInfo) -> int:
+    """CUFLASH_ARCH of the decode kernel, which converts float8 by an instruction of sm_89."""
+    return 750 if info.cc < (8, 0) else 890 if instance.e4m3 and info.cc >= (8, 9) else 800
 
 
 def _code_path(instance: Instance, info: DeviceInfo) -> int:

@@ -15,6 +15,7 @@ extern unsigned block;  // its block
 #define __forceinline__ inline
 #define __grid_constant__
 #define __launch_bounds__(...)
+#define __builtin_assume(condition)
 #define __align__(bytes) __attribute__((aligned(bytes)))
 
 struct __align__(8) float2 {
@@ -111,6 +112,9 @@ void cvt_rn_f16x2_f32(b32& d, float high, float low);
 void cvt_rn_bf16x2_f32(b32& d, float high, float low);
 void cvt_rn_f16_f32(b16& d, float a);
 void cvt_f32_f16(float& d, b16 a);
+void cvt_rn_f16x2_e4m3x2(b32& d, b16 a);
+void mul_f16x2(b32& d, b32 a, b32 b);
+void prmt_b32(b32& d, b32 a, b32 b, b32 selector);
 void fma_rn_f16x2(b32& d, b32 a, b32 b, b32 c);
 void fma_rn_bf16x2(b32& d, b32 a, b32 b, b32 c);
 void cvt_rna_tf32_f32(b32& d, float a);
@@ -138,6 +142,7 @@ void st_shared_b32(b32 to, b32 x);
 void st_shared_v2_b32(b32 to, b32 x, b32 y);
 void st_shared_v4_b32(b32 to, b32 x, b32 y, b32 z, b32 w);
 
+void movmatrix_sync_aligned_m8n8_trans_b16(b32& d, b32 a);
 void ldmatrix_sync_aligned_m8n8_x4_shared_b16(b32& d0, b32& d1, b32& d2, b32& d3, b32 row);
 void ldmatrix_sync_aligned_m8n8_x4_trans_shared_b16(b32& d0, b32& d1, b32& d2, b32& d3, b32 row);
 void mma_sync_aligned_m16n8k16_row_col_f32_f16_f16_f32(

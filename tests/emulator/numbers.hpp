@@ -1,4 +1,4 @@
-// 16-bit numbers.
+// Numbers of 16 and 8 bits.
 #pragma once
 #include <cmath>
 #include <cstring>
@@ -40,6 +40,14 @@ struct Bfloat {
     static b16 to(float x) {
         const unsigned u = bits<unsigned>(x);
         return x != x ? 0x7fff : (u + 0x7fff + (u >> 16 & 1)) >> 16;
+    }
+};
+
+struct E4m3 {
+    static float from(unsigned char x) {
+        const int exponent = x >> 3 & 15, fraction = x & 7;
+        const float size = (x & 127) == 127 ? NAN : exponent ? ldexpf(fraction + 8, exponent - 10) : ldexpf(fraction, -9);
+        return x & 0x80 ? -size : size;
     }
 };
 

@@ -20,6 +20,20 @@ void cvt_rn_f16x2_f32(b32& d, float high, float low) { d = pack<Half>(low, high)
 void cvt_rn_bf16x2_f32(b32& d, float high, float low) { d = pack<Bfloat>(low, high); }
 void cvt_rn_f16_f32(b16& d, float a) { d = Half::to(a); }
 void cvt_f32_f16(float& d, b16 a) { d = Half::from(a); }
+void cvt_rn_f16x2_e4m3x2(b32& d, b16 a) { d = pack<Half>(E4m3::from(a & 0xff), E4m3::from(a >> 8)); }
+void mul_f16x2(b32& d, b32 a, b32 b) {
+    d = pack<Half>(Half::from(a & 0xffff) * Half::from(b & 0xffff), Half::from(a >> 16) * Half::from(b >> 16));
+}
+void prmt_b32(b32& d, b32 a, b32 b, b32 selector) {
+    const unsigned long long both = a | (unsigned long long)b << 32;
+    unsigned result = 0;
+    for (int i = 0; i < 4; ++i) {
+        const unsigned which = selector >> 4 * i & 15;
+        if (which > 7) fail("prmt.b32: a selector with sign replication, %x", selector);
+        result |= unsigned(both >> 8 * which & 0xff) << 8 * i;
+    }
+    d = result;
+}
 void fma_rn_f16x2(b32& d, unsigned a, unsigned b, unsigned c) { d = fma2<Half>(a, b, c); }
 void fma_rn_bf16x2(b32& d, unsigned a, unsigned b, unsigned c) { d = fma2<Bfloat>(a, b, c); }
 
@@ -113,6 +127,17 @@ void ldmatrix_sync_aligned_m8n8_x4_shared_b16(b32& d0, b32& d1, b32& d2, b32& d3
 }
 void ldmatrix_sync_aligned_m8n8_x4_trans_shared_b16(b32& d0, b32& d1, b32& d2, b32& d3, unsigned row) {
     load_matrices(d0, d1, d2, d3, row, true);
+}
+
+// Lane l has numbers 2 (l % 4) and 2 (l % 4) + 1 of row l / 4, then of column l / 4.
+void movmatrix_sync_aligned_m8n8_trans_b16(b32& d, b32 a) {
+    threads[current].in[0] = a;
+    with_warp("movmatrix", [](Thread* lanes) {
+        const auto number = [lanes](int row, int column) { return lanes[row * 4 + column / 2].in[0] >> column % 2 * 16 & 0xffff; };
+        for (int lane = 0; lane < WARP; ++lane)
+            lanes[lane].out[0] = number(lane % 4 * 2, lane / 4) | number(lane % 4 * 2 + 1, lane / 4) << 16;
+    });
+    d = threads[current].out[0];
 }
 
 // D = A B + C, A 16 x DEPTH in DEPTH / 4 registers, B DEPTH x 8 in DEPTH / 8; sums are exact and rounded once.
