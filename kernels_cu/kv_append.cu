@@ -25,7 +25,7 @@ struct AppendParams {
     i64 cos_row, cos_column, sin_row, sin_column;  // strides, in elements
     u32 k_units, v_units, q_units;                 // of a row
     u32 k_total, v_total, q_total, lengths_total;  // threads for each part of the work; 0: there is none
-    i32 q_rows, new_keys, heads_q, heads_kv, head_dim;
+    i32 q_rows, new_keys, heads_q, heads_kv, head_dim, head_dim_v;
     i32 pairs;              // of features that are turned; 0: there is no embedding
     i32 interleaved;        // pairs are (0, 1), (2, 3), ...; else (0, pairs), (1, pairs + 1), ...
     i32 table_float;        // cos and sin are float, whatever the arrays are

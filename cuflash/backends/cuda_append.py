@@ -33,7 +33,7 @@ PARAMS = np.dtype(
         *((name, np.int64) for name in ("cos_row", "cos_column", "sin_row", "sin_column")),
         *((name, np.uint32) for name in ("k_units", "v_units", "q_units", "k_total", "v_total", "q_total", "lengths_total")),
         *((name, np.int32) for name in (
-            "q_rows", "new_keys", "heads_q", "heads_kv", "head_dim", "pairs", "interleaved", "table_float",
+            "q_rows", "new_keys", "heads_q", "heads_kv", "head_dim", "head_dim_v", "pairs", "interleaved", "table_float",
             "positions", "upper_left", "k_vector", "v_vector", "q_vector", "lengths_i32", "capacity", "page_size", "max_pages", "pages",
         )),
         ("page_magic", np.uint32), ("page_shift", np.int32), ("k_by_token", np.int32), ("v_by_token", np.int32),
@@ -151,7 +151,7 @@ def pack_quantize(x: ArrayView, codes: ArrayView, scale: ArrayView | float) -> t
     batch, keys, heads, size = x.shape
     values: dict[str, Any] = {
         "k_new": x.pointer, "k_new_stride": launch.element_strides(x, "brhc"), "k": codes.pointer,
-        "k_stride": launch.element_strides(codes, "brhc"), "batch": batch, "new_keys": keys, "heads_kv": heads, "head_dim": size,
+        "k_stride": launch.element_strides(codes, "brhc"), "new_keys": keys, "heads_kv": heads, "head_dim": size,
         "capacity": keys, "k_total": batch * keys * heads * ROW,
     }
     if isinstance(scale, ArrayView):
@@ -212,8 +212,8 @@ def pack(
         }
     values |= {
         "q_rows": problem.seqlen_q, "new_keys": new.count, "heads_q": problem.heads_q, "heads_kv": problem.heads_kv,
-        "head_dim": problem.head_dim, "upper_left": problem.align == "upper_left", "lengths_i32": new.lengths.dtype == np.int32,
-        "capacity": problem.seqlen_k,
+        "head_dim": problem.head_dim, "head_dim_v": problem.head_dim_v, "upper_left": problem.align == "upper_left",
+        "lengths_i32": new.lengths.dtype == np.int32, "capacity": problem.seqlen_k,
     }
     if new.quantizes:
         values |= launch.scale_values(problem, pointers)

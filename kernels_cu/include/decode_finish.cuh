@@ -31,7 +31,8 @@ __device__ __forceinline__ void gather_warps(const DecodeParams& p, WarpDecode<C
                 const float* x = &warp.O_rmem[r / 2][first / OT_COLUMNS + ot][r % 2 * 2];
                 const u32 row_smem = stage_smem + 4 * (key_warp * C::M + row) * C::COLUMNS;
                 if constexpr (!C::SCALED) {
-                    store_smem(row_smem + 4 * ((ot ^ (row & 3)) * 8 + lane % 4 * 2), make_uint2(__float_as_uint(x[0]), __float_as_uint(x[1])));
+                    const u32 at = row_smem + 4 * ((ot ^ (row & 3)) * 8 + lane % 4 * 2);
+                    store_smem(at, make_uint2(__float_as_uint(x[0]), __float_as_uint(x[1])));
                 } else {
 #pragma unroll
                     for (int c = 0; c < 2; ++c) {
