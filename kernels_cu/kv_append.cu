@@ -164,7 +164,8 @@ template <class T, int N> __device__ __forceinline__ void append_unit(
     Unit<T, N> unit(Row<T, N>(source, source_stride, batch, n, head), at % units, pairs, p.interleaved);
     const Place to(p, batch, n);
     if (!to.exists) return;
-    if (pairs > 0) unit.turn(Rotation<T>{p, to.key}, pairs);
+    if constexpr (!same<T, E4m3>)  // whose numbers are only copied
+        if (pairs > 0) unit.turn(Rotation<T>{p, to.key}, pairs);
     unit.store(Row<T, N>(cache, stride, to.first, to.row, head));
 }
 
@@ -242,11 +243,13 @@ template <class T, class Kv = T> __device__ __forceinline__ void kv_append(const
         return;
     }
     at -= p.v_total;
-    if (at < p.q_total) {
-        if (p.q_vector) query_unit<T, N>(p, at);
-        else query_unit<T, 1>(p, at);
-        return;
+    if constexpr (!same<T, E4m3>) {
+        if (at < p.q_total) {
+            if (p.q_vector) query_unit<T, N>(p, at);
+            else query_unit<T, 1>(p, at);
+            return;
+        }
+        at -= p.q_total;
     }
-    at -= p.q_total;
     if (at < p.lengths_total) p.lengths_after[at] = Growth(p, at).after;
 }

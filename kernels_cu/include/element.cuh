@@ -36,12 +36,6 @@ template <> struct Element<Bf16> {
 template <> struct Element<E4m3> {
     using Raw = u8;
 
-    static __device__ __forceinline__ float load(const void* p, i64 at) {
-        const u32 x = static_cast<const u8*>(p)[at], size = x & 0x7f;
-        const float y = size == 0x7f ? __int_as_float(0x7fffffff) : __uint_as_float(size << 20) * 1.329227995784916e36f;  // 2^120
-        return x & 0x80 ? -y : y;
-    }
-
     // To the nearest even, and the largest number there is for all beyond it.
     static __device__ __forceinline__ void store(void* p, i64 at, float x) {
         const float size = fminf(fabsf(x), 448.0f);
