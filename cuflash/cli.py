@@ -86,7 +86,7 @@ def build_parser() -> argparse.ArgumentParser:
 
     bench = commands.add_parser("bench", help="measure cuflash beside its peers").add_subparsers(required=True, metavar="what")
     prefill = bench.add_parser("prefill", help="long queries on a GPU, beside FlashAttention and cuDNN where they are installed")
-    variants = bench.add_parser("variants", help="grouped heads, packed sequences, windows and odd head sizes beside plain calls")
+    variants = bench.add_parser("variants", help="grouped heads, packed sequences, pages, windows and odd head sizes beside plain calls")
     start = bench.add_parser("start", help="time to the first result on a GPU, and of a call on the host")
     on_host = bench.add_parser("host", help="host time of calls on a GPU, beside an empty launch")
     ladder = bench.add_parser("ladder", help="naive, fa1 and fa2 on a GPU: bytes moved, counted and measured, and speed")

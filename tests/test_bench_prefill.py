@@ -51,8 +51,19 @@ def test_variants_are_measured_beside_what_they_should_cost():
     grouped = found["GQA 16/4 D128 causal"]
     assert grouped.variant.heads_kv == 4 and grouped.plain.heads == 16 and grouped.share == 1.0
     assert found["D72 beside D128 full"].plain.head_dim == 128 and found["D160 beside D192 causal"].plain.head_dim == 192
+    chunk = found["pages of 16, 512 queries after 8192 keys, D128 causal"]
+    assert (chunk.variant.page, chunk.plain.page, chunk.limit) == (16, 0, 1.1)
+    assert chunk.variant.queries == chunk.plain.queries == 512 and chunk.variant.seqlen == chunk.plain.seqlen == 8704
+    in_pages = [pair.variant for pair in found.values() if pair.variant.page]
+    assert len(in_pages) == 8 and all(call.seqlen % call.page == 0 for call in in_pages)
     # 128 blocks of rows that see 9 tiles of as many keys each, but for the first 8, of 128 * 129 / 2 tiles
     assert found["window 1024 of 16384 D128"].share == pytest.approx((128 * 9 - 36) / (128 * 129 / 2))
+
+
+@pytest.mark.gpu
+def test_pages_give_what_a_dense_cache_gives_and_are_timed_beside_it():
+    pair = next(pair for pair in variants.pairs() if pair.name.startswith("pages of 16, 512 queries"))
+    assert variants.measure(pair)["cost"] > 0
 
 
 @pytest.mark.gpu

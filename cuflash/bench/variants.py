@@ -9,8 +9,9 @@ plain call's, and by the share of its work where it has less: its median and the
 from __future__ import annotations
 
 import argparse
+import itertools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +19,18 @@ import numpy as np
 
 import cuflash
 
-from . import prefill, report
+from . import decode_sides, prefill, report
 
 TURNS, SECONDS_A_TURN = 11, 6e-3
 
 
 @dataclass(frozen=True)
 class Call:
-    """A call of attention() in bfloat16; ``packed`` makes it attention_varlen() of sequences of equal lengths, which lie on the GPU."""
+    """A call of attention() in bfloat16.
+
+    ``packed`` makes it attention_varlen() of sequences of equal lengths, which lie on the GPU; ``queries`` makes it the last chunk of a
+    prefill, of so many rows, and ``page`` puts keys and values into pages of so many keys at random places.
+    """
 
     batch: int
     seqlen: int
@@ -34,6 +39,8 @@ class Call:
     heads_kv: int = 0
     packed: bool = False
     longest_known: bool = True
+    queries: int = 0
+    page: int = 0
     options: dict[str, Any] = field(default_factory=dict)
 
     def prepare(self) -> Callable[[], Any]:
@@ -41,11 +48,19 @@ class Call:
         import cupy
 
         rng = cupy.random.default_rng(1)
-        heads_kv = self.heads_kv or self.heads
-        sizes = [(self.batch, self.seqlen, heads, self.head_dim) for heads in (self.heads, heads_kv, heads_kv)]
+        keys = self.seqlen, self.heads_kv or self.heads
+        sizes = [(self.batch, *rows_and_heads, self.head_dim) for rows_and_heads in ((self.queries or self.seqlen, self.heads), keys, keys)]
         q, k, v = (rng.standard_normal(size, np.float32).astype(prefill.BF16) for size in sizes)
         out = cupy.empty_like(q)
         options = {"backend": "cuda", "kernel": "fa2", **self.options}
+        if self.page:
+            pages = decode_sides.paged([(k, v)], self.page)
+            expected = cuflash.attention(q, *pages.gathered()[0], **options).astype(np.float32)
+            k, v = pages.pairs[0]
+            options |= {"page_table": pages.table, "kv_lengths": pages.lengths}
+            error = float(abs(cuflash.attention(q, k, v, **options).astype(np.float32) - expected).max())
+            if not error <= prefill.TOLERANCE * float(abs(expected).max()):
+                raise RuntimeError(f"pages of {self.page} keys and a dense cache differ by {error}")
         if not self.packed:
             return lambda: cuflash.attention(q, k, v, out=out, **options)
         q, k, v, out = (a.reshape(-1, *a.shape[2:]) for a in (q, k, v, out))
@@ -81,6 +96,10 @@ def pairs() -> Iterator[Pair]:
             more = -(-d // 64) * 64
             odd, plain = (Call(4, 4096, heads, size, options=mask) for size in (d, more))
             yield Pair(f"D{d} beside D{more} {kind}", odd, plain, 1.0, 1.0)
+    for d, queries, page in itertools.product((64, 128), (512, 2048), (64, 16)):
+        dense = Call(1, 8192 + queries, 32, d, 8, queries=queries, options={"causal": True})
+        name = f"pages of {page}, {queries} queries after 8192 keys, D{d} causal"
+        yield Pair(name, replace(dense, page=page), dense, 1.0, 1.03 if page == 64 else 1.1)
     seen = np.arange(128, 16384 + 1, 128)  # keys that 128 rows reach under a causal mask
     share = float(np.minimum(seen, 1024 + 128).sum() / seen.sum())
     for d, heads in ((64, 32), (128, 16)):
