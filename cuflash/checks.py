@@ -62,23 +62,31 @@ def real(value: Any, name: str) -> float:
 
 
 def same_place_and_dtype(**named: Any) -> dict[str, ArrayView]:
-    """Arrays of one library, on one device, of one floating dtype; the first is the one the others are held against.
+    """Arrays of one library, on one device, of one floating dtype; the first is the one the others are held against."""
+    return _of_one_place(named, allow_e4m3=False)
 
-    They are q, keys, values and perhaps new keys and values. Keys and values may both be float8_e4m3fn; new ones then as well.
-    """
-    views = {name: arrays.view(array, name) for name, array in named.items()}
+
+def queries_keys_values(**named: Any) -> dict[str, ArrayView]:
+    """The same for q, keys, values and perhaps new keys and values: those may both be float8_e4m3fn, new ones only beside such."""
+    views = _of_one_place(named, allow_e4m3=True)
     (first, head), *rest = views.items()
-    arrays.check_float_dtype(head.dtype, first)
-    for name, a in rest:
-        same_place(a, name, head, first)
-        if a.dtype != head.dtype and not arrays.is_e4m3(a.dtype):
-            came = f"dtype {a.dtype} differs from {first}'s {head.dtype}"
-            raise TypeError(f"{name}: {came}; they must be equal, convert one of them (nothing is cast silently)")
     for (k_name, k), (v_name, v) in zip(rest[::2], rest[1::2], strict=True):
         if k.dtype != v.dtype:
             raise TypeError(f"{v_name}: dtype {v.dtype} differs from {k_name}'s {k.dtype}; keys and values must be of one dtype")
         if arrays.is_e4m3(k.dtype) and k.dtype != rest[0][1].dtype:
             raise TypeError(f"{k_name}: dtype {k.dtype}, but {rest[0][0]} is {rest[0][1].dtype}; it must be {first}'s {head.dtype}")
+    return views
+
+
+def _of_one_place(named: dict[str, Any], allow_e4m3: bool) -> dict[str, ArrayView]:
+    views = {name: arrays.view(array, name) for name, array in named.items()}
+    (first, head), *rest = views.items()
+    arrays.check_float_dtype(head.dtype, first)
+    for name, a in rest:
+        same_place(a, name, head, first)
+        if a.dtype != head.dtype and not (allow_e4m3 and arrays.is_e4m3(a.dtype)):
+            came = f"dtype {a.dtype} differs from {first}'s {head.dtype}"
+            raise TypeError(f"{name}: {came}; they must be equal, convert one of them (nothing is cast silently)")
     return views
 
 

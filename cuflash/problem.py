@@ -18,7 +18,7 @@ MOST_SPLITS = 2**31 - 1  # more than keys of any sequence
 def build_attention(q: Any, k: Any, v: Any, *, layout: str = "BSHD", page_table: Any = None, **options: Any) -> Problem:
     """Problem of attention(): dense arrays of 4, 3 or 2 axes, or dense q over paged k and v."""
     checks.choice(layout, "layout", LAYOUTS)
-    named = checks.same_place_and_dtype(q=q, k=k, v=v)
+    named = checks.queries_keys_values(q=q, k=k, v=v)
     return with_options(dense("attention", named, layout, page_table), layout=layout, **options)
 
 
@@ -48,7 +48,7 @@ def build_varlen(
 ) -> Problem:
     """Problem of attention_varlen(): sequences packed along one axis, (total, H, D), or (H, total, D) for layout BHSD."""
     checks.choice(layout, "layout", LAYOUTS)
-    named = checks.same_place_and_dtype(q=q, k=k, v=v)
+    named = checks.queries_keys_values(q=q, k=k, v=v)
     canon = canonical_packed if page_table is None else canonical_pages
     q3, k3, v3 = canonical_packed(named["q"], layout, "q"), canon(named["k"], layout, "k"), canon(named["v"], layout, "v")
     checks.heads_and_dims({"q": q3, "k": k3, "v": v3}, layout)
@@ -82,7 +82,7 @@ def build_decode(
         raise ValueError(f"{missing}: missing; {given} was given, and the two are appended together")
     checks.choice(layout, "layout", LAYOUTS)
     new = {} if k_new is None else {"k_new": k_new, "v_new": v_new}
-    named = checks.same_place_and_dtype(q=q, k_cache=k_cache, v_cache=v_cache, **new)
+    named = checks.queries_keys_values(q=q, k_cache=k_cache, v_cache=v_cache, **new)
     if cache_batch_index is not None:
         if page_table is not None:
             raise ValueError("cache_batch_index: must be None with page_table, which has a row for each sequence: pass page_table[index]")
