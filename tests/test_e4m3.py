@@ -225,6 +225,50 @@ def test_a_rotary_embedding_comes_before_the_rounding(style):
         assert (scale[:, 3:5] == its).all()
 
 
+@pytest.mark.parametrize("page", [0, 4])
+def test_a_shared_prefix_has_scales_as_well(page):
+    rng = np.random.default_rng(0)
+    q, new = rng.standard_normal((3, 1, 4, 16)).astype(F32), rng.standard_normal((3, 1, 2, 16)).astype(F32)
+    stored = (21, page) if page else (3, 28)
+    k, v, k_scale, v_scale = codes(1, *stored, 2, 16), codes(2, *stored, 2, 16), scales(3, *stored, 2), scales(4, *stored, 2)
+    options: dict[str, Any] = {"k_new": new, "v_new": new}
+    if page:
+        options["page_table"] = np.concatenate([np.repeat([[20, 19, 18]], 3, 0), np.arange(12).reshape(3, 4)], 1)
+    else:
+        for a in (k, v, k_scale, v_scale):
+            a[1:, :12] = a[0, :12]
+    caches = [a.copy() for a in (k, v, k_scale, v_scale)]
+    want = cuflash.decode(q, *caches[:2], [12, 17, 20], k_scale=caches[2], v_scale=caches[3], return_lse=True, **options)
+    found = cuflash.decode_shared_prefix(
+        q, k, v, [12, 17, 20], 12, k_scale=k_scale, v_scale=v_scale, return_lse=True, **options,
+    )
+    for a, b in zip(found, want, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+    for a, b in zip((k, v, k_scale, v_scale), caches, strict=True):
+        compare.assert_same_bits(a, b)
+
+
+@pytest.mark.torch
+def test_tensors_of_pytorch():
+    """Codes and scales go to and fro as torch.float8_e4m3fn and torch.float32, and the caches of a call are written to."""
+    torch = pytest.importorskip("torch")
+    rng = np.random.default_rng(0)
+    q, new = rng.standard_normal((1, 2, 4, 16)).astype(F16), rng.standard_normal((1, 2, 2, 16)).astype(F16)
+    numbers, scale = cuflash.quantize_kv(torch.from_numpy(new))
+    want, its_scale = cuflash.quantize_kv(new)
+    assert numbers.dtype is torch.float8_e4m3fn
+    compare.assert_same_bits(numbers.view(torch.uint8).numpy(), want.view(np.uint8))
+    compare.assert_same_bits(scale.numpy(), its_scale)
+    k, v, k_scale, v_scale = codes(1, 1, 8, 2, 16), codes(2, 1, 8, 2, 16), scales(3, 1, 8, 2), scales(4, 1, 8, 2)
+    there = [torch.from_numpy(a.view(np.uint8).copy()).view(torch.float8_e4m3fn) for a in (k, v)]
+    its = [torch.from_numpy(a.copy()) for a in (k_scale, v_scale)]
+    x = torch.from_numpy(new)
+    out = cuflash.decode(torch.from_numpy(q), *there, [3], k_new=x, v_new=x, k_scale=its[0], v_scale=its[1])
+    compare.assert_same_bits(out.numpy(), cuflash.decode(q, k, v, [3], k_new=new, v_new=new, k_scale=k_scale, v_scale=v_scale))
+    for a, b in zip((*there, *its), (k, v, k_scale, v_scale), strict=True):
+        compare.assert_same_bits(a.view(torch.uint8).numpy(), np.ascontiguousarray(b).view(np.uint8))
+
+
 # ---- what is refused --------------------------------------------------------------------------------------------------
 
 

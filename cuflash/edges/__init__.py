@@ -25,6 +25,7 @@ ANYWHERE = frozenset((
 PLAIN = frozenset((type(None), bool, int, float, str))
 RESULTS = ("out", "lse")  # written to, but where functions differentiate
 CACHES = ("k_cache", "v_cache")  # written to if there are new keys
+SCALES = ("k_scale", "v_scale")  # likewise, where they are those of tokens
 NO_RESULTS = ("attention_backward", "attention_varlen_backward")
 
 _edges: dict[type, Edge | None] = dict.fromkeys((*PLAIN, list, tuple, dict, np.ndarray))  # of the types that have been seen
@@ -95,7 +96,9 @@ def _written(name: str, arguments: dict[str, Any]) -> tuple[str, ...]:
     """Arguments that the function writes to."""
     if name in NO_RESULTS:
         return ()
-    return RESULTS + CACHES if name in ("decode", "decode_shared_prefix") and arguments.get("k_new") is not None else RESULTS
+    if name not in ("decode", "decode_shared_prefix") or arguments.get("k_new") is None:
+        return RESULTS
+    return (*RESULTS, *CACHES, *(scale for scale in SCALES if len(getattr(arguments.get(scale), "shape", ())) > 1))
 
 
 class _Seen:
