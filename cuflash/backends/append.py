@@ -39,9 +39,9 @@ def appended(problem: Problem, new: Append, why: str = "") -> Iterator[Problem]:
         keys = new.k_new.array if new.rope is None else turned(new.k_new.array, places, new.rope, problem.compute_dtype)
         for a, scale, values in ((problem.k, problem.k_scale, keys), (problem.v, problem.v_scale, new.v_new.array)):
             if new.quantizes:
-                given = None if scale is not None and scale.by_token else np.float32(1) if scale is None else head_scales(scale)
-                values, found = quantized(values, given)
-                if given is None:
+                by_token = scale is not None and scale.by_token
+                values, found = quantized(values, None if by_token else head_scales(scale, problem.heads_kv))
+                if scale is not None and by_token:
                     write(scale.array, found, places, problem)
             write(a.array, values, places, problem)
     if new.rope is None:
@@ -51,9 +51,9 @@ def appended(problem: Problem, new: Append, why: str = "") -> Iterator[Problem]:
     yield problem.replace(q=ArrayView(q, q.__array_interface__["data"][0], q.shape, q.strides, q.dtype, "numpy", HOST))
 
 
-def head_scales(scale: ArrayView) -> np.ndarray:
+def head_scales(scale: ArrayView | None, heads: int) -> np.ndarray:
     """Scales that are the same for all tokens: (Hkv,)."""
-    return scale.array.reshape(-1, scale.shape[-1])[0] if scale.array.size else np.ones(scale.shape[-1], np.float32)
+    return np.ones(heads, np.float32) if scale is None or not scale.array.size else scale.array.reshape(-1, heads)[0]
 
 
 def quantized(x: np.ndarray, scale: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
