@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from . import arrays, edges, launch
+from . import arrays, checks, edges, launch
 from .backends import cuda_merge
 from .types import LAYOUTS, ArrayView
 
@@ -46,7 +46,7 @@ def merge_states(outs: Any, lses: Any, *, layout: str = "BSHD", out: Any = None,
     TypeError
         If an argument is not a floating NumPy or CuPy array, or dtypes of ``outs`` or array libraries are mixed.
     ValueError
-        If there is nothing to merge, or numbers of parts, shapes or ``layout`` do not fit.
+        If there is nothing to merge, numbers of parts, shapes or ``layout`` do not fit, or arrays lie on several devices.
 
     Notes
     -----
@@ -83,8 +83,8 @@ def merge_states(outs: Any, lses: Any, *, layout: str = "BSHD", out: Any = None,
     xp = _array_module([*outs, *lses], "outs, lses")
     _check_parts(outs, lses, layout)
     compute = np.dtype(np.float64 if any(x.dtype.itemsize >= 8 for x in [*outs, *lses]) else np.float32)
-    _check_buffer(out, "out", xp, outs[0].shape, outs[0].dtype)
-    _check_buffer(lse, "lse", xp, lses[0].shape, compute)
+    _check_buffer(out, "out", outs[0], outs[0].shape, outs[0].dtype)
+    _check_buffer(lse, "lse", outs[0], lses[0].shape, compute)
     if xp is not np:
         results = _in_one_launch(outs, lses, layout, out, lse, compute)
         if results is not None:
@@ -279,15 +279,19 @@ def _check_parts(outs: list, lses: list, layout: str) -> None:
             raise ValueError(f"lses[{n}]: shape {lse.shape}; it must be {rows} for outs of shape {shape} in layout {layout}")
 
 
-def _check_buffer(buffer: Any, name: str, xp: Any, shape: tuple, dtype: np.dtype) -> None:
+def _check_buffer(buffer: Any, name: str, first: Any, shape: tuple, dtype: np.dtype) -> None:
+    """A buffer must lie where ``first``, outs[0], does."""
     if buffer is None:
         return
+    xp = _module_of(first)
     if _module_of(buffer) is not xp:
         raise TypeError(f"{name}: got {type(buffer).__name__}; it must be a {xp.__name__} array like the inputs")
     if buffer.dtype != dtype:
         raise TypeError(f"{name}: dtype {buffer.dtype}; it must be {np.dtype(dtype)}")
     if buffer.shape != shape:
         raise ValueError(f"{name}: shape {buffer.shape}; it must be {shape}")
+    if xp is not np:
+        checks.same_place(arrays.view(buffer, name), name, arrays.view(first, "outs[0]"), "outs[0]")
 
 
 def _check_real(x: Any, name: str) -> None:

@@ -67,3 +67,13 @@ def test_arrays_of_two_devices(gpu):
         given[1][1] = FakeArray((), host=lses[1])
     with pytest.raises(ValueError, match=r"lses\[1\]: in cupy, GPU 1, but outs\[0\] is in cupy, GPU 0; all arrays must be on one device"):
         merge_states(*given)
+
+
+@pytest.mark.parametrize("name", ["out", "lse"])
+def test_buffers_on_another_device(gpu, name):
+    outs, lses = parts()
+    with gpu.using(device=1):
+        buffer = FakeArray((), host=(outs if name == "out" else lses)[0].copy())
+    with pytest.raises(ValueError, match=f"^{name}: in cupy, GPU 1, but outs.0. is in cupy, GPU 0; all arrays must be on one device"):
+        merge_states(there(outs), there(lses), **{name: buffer})
+    assert not gpu.launches
