@@ -137,7 +137,8 @@ def keys(q: Any, k: Any, v: Any) -> tuple | None:
 
 def transpose(a: ArrayView, axes: tuple[int, ...]) -> ArrayView:
     """The same memory with its axes in another order."""
-    return _same_start(a, a.array.transpose(axes))
+    array = None if a.array is None else a.array.transpose(axes)
+    return ArrayView(array, a.pointer, tuple(a.shape[n] for n in axes), tuple(a.strides[n] for n in axes), a.dtype, a.kind, a.device)
 
 
 def expand(a: ArrayView, axis: int) -> ArrayView:

@@ -193,24 +193,24 @@ class Call:
             one = whole.replace(seqlen_q=1, heads_q=heads * rows, kernel="decode", **views)
             with contextlib.suppress(NoBackendError):
                 return planner.choose(one), one
-        q, out = (_permuted(_as(a, (1, heads, rows, -1)), (0, 2, 1, 3)) for a in (self.q, self.out))
+        q, out = (arrays.transpose(_as(a, (1, heads, rows, -1)), (0, 2, 1, 3)) for a in (self.q, self.out))
         many = whole.replace(seqlen_q=rows, heads_q=heads, q=q, out=out, lse=_as(self.lse, (1, heads, rows)))
         return planner.choose(many), many
 
     def _moved(self, own: Problem) -> tuple[ArrayView, ArrayView]:
         """Queries as they came and as the first pass has them, both (B, Hkv, Sq, G, D)."""
         heads, group = self.shape[0], own.group_size
-        old = _permuted(_split_heads(own.q, 2, group), (0, 2, 1, 3, 4))
+        old = arrays.transpose(_split_heads(own.q, 2, group), (0, 2, 1, 3, 4))
         new = _as(self.q, (heads, own.batch, own.seqlen_q, group, own.head_dim))
-        return old, _permuted(new, (1, 0, 2, 3, 4))
+        return old, arrays.transpose(new, (1, 0, 2, 3, 4))
 
     def _merged(self, own: Problem) -> tuple[list[ArrayView], list[ArrayView]]:
         """Outputs (B, Sq, Hkv, G, Dv) and log-sum-exps (B, Hkv, G, Sq) of the two passes."""
         assert own.out is not None and own.lse is not None
         group = own.group_size
         lead = (self.shape[0], own.batch, own.seqlen_q, group)
-        outs = [_permuted(_as(self.out, (*lead, own.head_dim_v)), (1, 2, 0, 3, 4)), _split_heads(own.out, 2, group)]
-        return outs, [_permuted(_as(self.lse, lead), (1, 0, 3, 2)), _split_heads(own.lse, 1, group)]
+        outs = [arrays.transpose(_as(self.out, (*lead, own.head_dim_v)), (1, 2, 0, 3, 4)), _split_heads(own.out, 2, group)]
+        return outs, [arrays.transpose(_as(self.lse, lead), (1, 0, 3, 2)), _split_heads(own.lse, 1, group)]
 
     def run(self, ready: Problem) -> None:
         """Write ready.out, and ready.lse unless it is None."""
@@ -271,10 +271,6 @@ def _as(a: ArrayView, shape: tuple[int, ...]) -> ArrayView:
     """Contiguous memory by another shape, whose -1 stands for the last axis."""
     shape = tuple(a.shape[-1] if n == -1 else n for n in shape)
     return arrays.strided(a, shape, tuple(a.dtype.itemsize * math.prod(shape[n + 1 :]) for n in range(len(shape))))
-
-
-def _permuted(a: ArrayView, axes: tuple[int, ...]) -> ArrayView:
-    return arrays.strided(a, tuple(a.shape[n] for n in axes), tuple(a.strides[n] for n in axes))
 
 
 def _split_heads(a: ArrayView, axis: int, group: int) -> ArrayView:
