@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from . import api, arrays, backends, checks, indices, launch, merge, planner, warm_decode
+from . import api, arrays, backends, checks, indices, launch, merge, planner, staging, warm_decode
 from . import problem as problems
 from .backends import cuda_merge, cuda_pages
 from .types import HOST, UNBOUNDED, ArrayView, NoBackendError, Plan, Problem
@@ -17,6 +17,7 @@ from .types import HOST, UNBOUNDED, ArrayView, NoBackendError, Plan, Problem
 AXES = "brhc", "bhr"  # of outputs and log-sum-exps
 # Options by which a logit depends on where a query stands, which differs between the sequences that share keys.
 NOT_SHARED = ("window", "bias", "alibi_slopes", "score_mod", "mask_mod", "kv_start")
+INT32_MAX = 2**31 - 1
 
 
 @api.takes_options
@@ -37,6 +38,7 @@ def decode_shared_prefix(
         How many keys a sequence has in common with sequence 0, from the first on: one number for the whole batch, or for each sequence
         this number or 0, if it shares none. They are read where sequence 0 has them. Like kv_lengths it may be on the GPU, and is then
         followed by a captured CUDA graph: rows that share another number than sequence 0, or lack keys of the prefix, become NaN.
+        Numbers of the host are copied to the GPU with each call, which can then not be captured.
     **options
         As for `attention`, but for those by which a logit depends on the position of a query: window, bias, alibi_slopes, score_mod,
         mask_mod; kv_start; a mask that covers more than the last Sq keys; ``causal="upper_left"``; ``batch_invariant=True``.
@@ -69,18 +71,23 @@ def decode_shared_prefix(
     (2, 1, 2, 8)
     """
     _refuse(options)
-    if np.ndim(q) != 4:
-        raise ValueError(f"q: {np.ndim(q)} axes; it must have 4, the first one for the sequences")
+    arrays.kind_of(q, "q")
+    if q.ndim != 4:
+        raise ValueError(f"q: {q.ndim} axes; it must have 4, the first one for the sequences")
+    number, starts = None, prefix_lengths
     if np.ndim(prefix_lengths) == 0 and not arrays.on_device(prefix_lengths):
-        prefix_lengths = np.full(q.shape[0], checks.integer(prefix_lengths, "prefix_lengths", 0))
-    given, starts = (out, lse), {**options, "kv_start": prefix_lengths}
+        number = checks.integer(prefix_lengths, "prefix_lengths", 0, INT32_MAX)
+        starts = prefix_lengths = np.full(q.shape[0], number, np.int32)
+        if q.shape[0] and arrays.on_device(q) and arrays.on_device(kv_lengths):  # with all others there, the call can be warm
+            starts = _brought(starts, q, options.get("stream"))
+    given, index_options = (out, lse), {**options, "kv_start": starts}
     signed = warm_decode.signature(
-        q, k_cache, v_cache, kv_lengths, page_table, layout, starts, k_new=k_new, v_new=v_new, rope=rope,
+        q, k_cache, v_cache, kv_lengths, page_table, layout, index_options, k_new=k_new, v_new=v_new, rope=rope,
     )
     if signed is not None and signed.lengths is not None:  # `Call.prepare` wants them on the device
         signed = None
     if signed is not None:
-        signed = signed._replace(key=("shared prefix", signed.key))
+        signed = signed._replace(key=("shared prefix", number, signed.key))  # a number is checked when it comes for the first time
         results = warm_decode.run(signed, out, lse, return_lse, options.get("stream"))
         if results is not None:
             return results
@@ -91,9 +98,13 @@ def decode_shared_prefix(
     least = _least(problem)
     _check(problem, 0 if append is None else append.count, least)
     if 0 in problem.q.shape[:3]:  # there is nothing to share
-        results = {"k_new": k_new, "v_new": v_new, "rope": rope, "out": out, "lse": lse, "return_lse": return_lse, "layout": layout}
-        return api.decode(q, k_cache, v_cache, kv_lengths, page_table=page_table, **results, **options)
+        rest = {"k_new": k_new, "v_new": v_new, "rope": rope, "out": out, "lse": lse, "return_lse": return_lse, "layout": layout}
+        return api.decode(q, k_cache, v_cache, kv_lengths, page_table=page_table, **rest, **options)
+    if arrays.on_device(starts):
+        problem = problem.replace(kv_start=arrays.view(starts, "prefix_lengths"))
     with launch.place(problem.q.device, problem.stream), contextlib.ExitStack() as stack:
+        if problem.q.device != HOST and not isinstance(problem.kv_start, ArrayView):
+            launch.refuse_capture(launch.copied({"prefix_lengths": problem.kv_start}))
         problem, out, lse = problems.with_outputs(problem, out, lse, return_lse, layout, np.ndim(q), append)
         call = Call(stack, problem, least)
         with backends.appended(call.plan, problem, append) as ready:
@@ -101,6 +112,16 @@ def decode_shared_prefix(
                 warm_decode.keep(signed, call.plan, problem, append, ready, (out, lse, return_lse), given, call.prepare)
             call.run(ready)
     return (out, lse) if return_lse else out
+
+
+def _brought(numbers: np.ndarray, q: Any, stream: Any) -> Any:
+    """Numbers of the host as an array where q is."""
+    like = arrays.view(q, "q")
+    with launch.place(like.device, stream):
+        launch.refuse_capture(launch.copied({"prefix_lengths": numbers}))
+        array = arrays.empty(numbers.shape, numbers.dtype, like)
+        staging.copy(numbers, array.data.ptr, like.device)
+        return array
 
 
 def _refuse(options: dict[str, Any]) -> None:
@@ -173,7 +194,7 @@ class Call:
         self.out = _buffer(stack, (*self.shape, problem.head_dim_v), problem.out_dtype, like)
         self.lse = _buffer(stack, self.shape, problem.compute_dtype, like)
         self.own_lse = problem.lse or _buffer(stack, problem.lse_shape, problem.compute_dtype, like)
-        self.plan = planner.choose(problem)  # of the second pass
+        self.plan = _choose(problem, "kv_start")  # of the second pass
         self.prefix_plan, self.prefix = self._of_prefix(problem)
         backend: Any = backends.load(self.prefix_plan.backend)
         if hasattr(backend, "make_ready"):
@@ -192,10 +213,10 @@ class Call:
             views = {"q": _as(self.q, (*shape, -1)), "out": _as(self.out, (*shape, -1)), "lse": _as(self.lse, (1, heads * rows, 1))}
             one = whole.replace(seqlen_q=1, heads_q=heads * rows, kernel="decode", **views)
             with contextlib.suppress(NoBackendError):
-                return planner.choose(one), one
+                return _choose(one, "kv_lengths"), one
         q, out = (arrays.transpose(_as(a, (1, heads, rows, -1)), (0, 2, 1, 3)) for a in (self.q, self.out))
         many = whole.replace(seqlen_q=rows, heads_q=heads, q=q, out=out, lse=_as(self.lse, (1, heads, rows)))
-        return planner.choose(many), many
+        return _choose(many, "kv_lengths"), many
 
     def _moved(self, own: Problem) -> tuple[ArrayView, ArrayView]:
         """Queries as they came and as the first pass has them, both (B, Hkv, Sq, G, D)."""
@@ -265,6 +286,14 @@ class Call:
                 join(*cuda_merge.addresses((prefix_out, out), (prefix_lse, lse), out, lse, start, lengths))
 
         return attend
+
+
+def _choose(problem: Problem, name: str) -> Plan:
+    """The plan of a pass; where there is none, the error speaks of prefix_lengths, which the pass has by the ``name`` of another index."""
+    try:
+        return planner.choose(problem)
+    except NoBackendError as error:
+        raise NoBackendError(str(error).replace(name, "prefix_lengths")) from None
 
 
 def _as(a: ArrayView, shape: tuple[int, ...]) -> ArrayView:

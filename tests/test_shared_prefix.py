@@ -234,6 +234,8 @@ def test_queries_must_stand_behind_the_prefix():
         batch.shared()
     with pytest.raises(ValueError, match="q: 3 axes; it must have 4"):
         cuflash.decode_shared_prefix(batch.arrays[0][0], *batch.arrays[1:], [18], 16)
+    with pytest.raises(TypeError, match="^q: got list; allowed are arrays of NumPy"):
+        cuflash.decode_shared_prefix(batch.arrays[0].tolist(), *batch.arrays[1:], batch.lengths, 16)
 
 
 # ---- on a GPU
@@ -294,6 +296,39 @@ def test_lengths_of_the_host_beside_arrays_of_a_gpu(gpu):
     gpu.capturing = True
     with pytest.raises(RuntimeError, match="cannot be captured"):
         cuflash.decode_shared_prefix(*args[:3], batch.lengths, PREFIX, **options)
+
+
+def test_one_number_beside_lengths_of_a_gpu(gpu):
+    """It is planned once for each number, and comes to the kernels by a copy; what was checked the first time is checked for others."""
+    batch = Batch(dtype=F16)
+    want, _ = batch.plain(backend="reference")
+    args, options = batch.on_device([PREFIX] * 4)
+    for prefix, kept in ((PREFIX, 1), (PREFIX, 1), (8, 2), (0, 3), (8, 3)):
+        with gpu.using(stream=5):
+            out = cuflash.decode_shared_prefix(*args[:4], prefix, **options).host
+        compare.assert_close(out, want[0].astype(np.float64), 4e-3, "out")
+        assert len(warm_decode.launches) == kept and {x.stream for x in gpu.launches} == {5}
+    assert gpu.waited == 0
+    with pytest.raises(ValueError, match="prefix_lengths: 33 at index 0; it must be from 0 to 32"):
+        cuflash.decode_shared_prefix(*args[:4], 33, **options)
+
+
+@pytest.mark.parametrize("prefix", [PREFIX, [PREFIX] * 4], ids=str)
+def test_numbers_of_the_host_in_a_capture(gpu, prefix):
+    args, options = Batch(dtype=F16).on_device([PREFIX] * 4)
+    for _ in range(2):  # warm or not
+        gpu.capturing = True
+        with pytest.raises(RuntimeError, match="cannot be captured in a CUDA graph: the copy on the device of prefix_lengths"):
+            cuflash.decode_shared_prefix(*args[:4], prefix, **options)
+        gpu.capturing = False
+        cuflash.decode_shared_prefix(*args[:4], prefix, **options)
+
+
+def test_what_no_backend_runs_is_said_of_prefix_lengths(gpu):
+    args, options = Batch(dtype=F16).on_device([PREFIX] * 4)
+    with pytest.raises(cuflash.NoBackendError, match="prefix_lengths") as error:
+        cuflash.decode_shared_prefix(*args, backend="numba-cuda", **options)
+    assert "kv_start" not in str(error.value)
 
 
 def test_checks_of_what_is_on_the_device(gpu, monkeypatch):
