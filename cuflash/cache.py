@@ -322,9 +322,12 @@ class PagedKVCache:
         with self._lock:
             ids, _ = self._sequences.ids(seqs)
             rows = len(ids) if max_sequences is None else checks.integer(max_sequences, "max_sequences", len(ids))
-            numbers, columns = paged_batch.numbers(self._sequences, ids, rows, max_pages, reserved)
+            columns = self._sequences.columns(ids, max_pages)
+            numbers = np.empty(rows * (columns + 2), np.int32)
+            paged_batch.fill(numbers, rows, columns, self._sequences, ids, reserved)
             (memory,) = self._stored.index_arrays(page_table=numbers)
-            return PagedBatch.over(self.k_pages, self.v_pages, self.layout, memory, rows, columns)
+            arrays = paged_batch.parts(memory, rows, columns)
+            return PagedBatch(self.k_pages, self.v_pages, *arrays, self.layout, memory, numbers, self._stored)
 
     def refresh(self, batch: PagedBatch, seqs: int | Iterable[int] | None = None, *, reserved: int = 0) -> None:
         """Bring a batch up to date in place: for sequences that grew, were truncated, forked or moved, or for others than before.
@@ -342,8 +345,10 @@ class PagedKVCache:
         Raises
         ------
         ValueError
-            More sequences than the batch has rows, or more pages than its table has columns; nothing has changed.
+            Another cache's batch, more sequences than the batch has rows, or more pages than its table has columns; nothing has changed.
         """
+        if batch.stored is not self._stored:
+            raise ValueError("batch: of another cache; it must come from batch() of this one")
         rows, columns = batch.page_table.shape
         with self._lock:
             ids, _ = self._sequences.ids(seqs)
@@ -352,7 +357,8 @@ class PagedKVCache:
             longest = max(map(len, self._sequences.held(ids)), default=0)
             if longest > columns:
                 raise ValueError(f"seqs: a sequence of {longest} pages; the batch's table has {columns} columns, make it with max_pages")
-            self._stored.refill(batch.memory, paged_batch.numbers(self._sequences, ids, rows, columns, reserved)[0])
+            paged_batch.fill(batch.numbers, rows, columns, self._sequences, ids, reserved)
+            self._stored.refill(batch.memory, batch.numbers)
 
     def page_table(self, seqs: int | Iterable[int] | None = None, *, max_pages: int | None = None) -> Any:
         """The pages of some sequences (all if not given).

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from . import arrays, checks, edges, launch
+from . import arrays, checks, edges, launch, staging
 from .backends import cuda_pages
 from .page_arrays import PageArrays
 from .types import HOST, ArrayView, Layout
@@ -86,12 +86,10 @@ class DevicePages(PageArrays):
             return [cupy.asarray(x) for x in values.values()]
 
     def refill(self, memory: Any, values: np.ndarray) -> None:
-        import cupy
-
-        with launch.place(self.device, None), launch.uploaded({"page_table, kv_lengths": values}) as pointers:
-            (address,) = pointers.values()
-            runtime, stream = cupy.cuda.runtime, launch.stream_pointer(None)
-            runtime.memcpyAsync(memory.data.ptr, address, values.nbytes, runtime.memcpyDeviceToDevice, stream)
+        with launch.place(self.device, None):
+            launch.refuse_capture(launch.copied({"page_table, kv_lengths": values}))
+            if values.size:
+                staging.copy(values, memory.data.ptr, self.device)
 
     def numbers(self, value: Any, name: str) -> Any:
         if not arrays.on_device(value):

@@ -100,8 +100,7 @@ class PageArrays:
         return list(values.values())
 
     def refill(self, memory: Any, values: np.ndarray) -> None:
-        """New numbers into an index array that `index_arrays` returned."""
-        memory[...] = values
+        """Bring an index array up to date with the values that `index_arrays` made it of; on the host it is these."""
 
     def numbers(self, value: Any, name: str) -> Any:
         """An index array of the user's as something that lies on the host."""

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from . import checks
-from .pages import NO_PAGE, Sequences
+from .pages import Sequences
 from .types import Layout
 
 
@@ -34,6 +34,10 @@ class PagedBatch:
         "BSHD" or "BHSD".
     memory : ndarray
         (B * (max_pages + 2),) int32, of which the three index arrays are views: what ``refresh`` fills.
+    numbers : ndarray
+        What ``memory`` was made of, on the host, and may be itself: what ``refresh`` writes to first.
+    stored : object
+        That of the cache which the batch is of.
     """
 
     k_pages: Any = field(repr=False)
@@ -43,13 +47,8 @@ class PagedBatch:
     prefix_lengths: Any
     layout: Layout = "BSHD"
     memory: Any = field(default=None, repr=False)
-
-    @classmethod
-    def over(cls, k_pages: Any, v_pages: Any, layout: Layout, memory: Any, rows: int, columns: int) -> PagedBatch:
-        """A batch whose index arrays are views of memory that ``numbers`` filled."""
-        end = rows * columns
-        table = memory[:end].reshape(rows, columns)
-        return cls(k_pages, v_pages, table, memory[end : end + rows], memory[end + rows :], layout, memory)
+    numbers: Any = field(default=None, repr=False)
+    stored: Any = field(default=None, repr=False)
 
     def layer(self, index: int) -> PagedBatch:
         """The same sequences in one layer of a cache made with ``num_layers``."""
@@ -59,24 +58,27 @@ class PagedBatch:
         return replace(self, k_pages=self.k_pages[index], v_pages=self.v_pages[index])
 
 
-def numbers(sequences: Sequences, ids: list[int], rows: int, max_pages: int | None, reserved: int) -> tuple[np.ndarray, int]:
-    """Page table (rows, columns), lengths (rows,) and prefix lengths (rows,), one behind the other; and the number of columns.
+def parts(memory: Any, rows: int, columns: int) -> tuple[Any, Any, Any]:
+    """Page table (rows, columns), lengths (rows,) and prefix lengths (rows,), which lie one behind the other."""
+    end = rows * columns
+    return memory[:end].reshape(rows, columns), memory[end : end + rows], memory[end + rows :]
+
+
+def fill(numbers: np.ndarray, rows: int, columns: int, sequences: Sequences, ids: list[int], reserved: int) -> None:
+    """Write the `parts` of some sequences, for which there are rows and columns enough.
 
     The sequences come first; other rows are empty. Lengths are without the last ``reserved`` tokens.
     """
-    table = sequences.table(ids, max_pages)
     reserved = checks.integer(reserved, "reserved", 0)
     lengths = sequences.lengths(ids)
     if reserved > min(lengths, default=reserved):
         raise ValueError(f"reserved: {reserved} tokens; sequence {ids[int(np.argmin(lengths))]} has {min(lengths)}")
     lengths = [length - reserved for length in lengths]
-    count, columns = table.shape
-    values = np.zeros(rows * (columns + 2), np.int32)
-    values[: count * columns] = table.ravel()
-    values[count * columns : rows * columns] = NO_PAGE
-    values[rows * columns :][:count] = lengths
-    values[rows * (columns + 1) :][:count] = _common(table, lengths, sequences.page_size)
-    return values, columns
+    table, *counts = parts(numbers, rows, columns)
+    sequences.fill(ids, table)
+    n = len(ids)
+    for held, values in zip(counts, (lengths, _common(table[:n], lengths, sequences.page_size)), strict=True):
+        held[:n], held[n:] = values, 0
 
 
 def _common(table: np.ndarray, lengths: list[int], page_size: int) -> int:

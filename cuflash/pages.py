@@ -220,13 +220,21 @@ class Sequences:
 
     # ---- tables
 
-    def table(self, ids: list[int], max_pages: int | None) -> np.ndarray:
-        lists = self.held(ids)
-        longest = max([1, *map(len, lists)])
-        width = longest if max_pages is None else checks.integer(max_pages, "max_pages", longest)
-        table = np.full((len(ids), width), NO_PAGE, np.int32)
-        for row, pages in zip(table, lists, strict=True):
+    def columns(self, ids: list[int], max_pages: int | None) -> int:
+        """Columns of a table: at least those that the longest sequence needs, and one."""
+        longest = max([1, *map(len, self.held(ids))])
+        return longest if max_pages is None else checks.integer(max_pages, "max_pages", longest)
+
+    def fill(self, ids: list[int], table: np.ndarray) -> None:
+        """Write the pages of sequences to the first rows of a table that has room for them; other rows are empty."""
+        for row, pages in zip(table, self.held(ids), strict=False):
             row[: len(pages)] = pages
+            row[len(pages) :] = NO_PAGE
+        table[len(ids) :] = NO_PAGE
+
+    def table(self, ids: list[int], max_pages: int | None) -> np.ndarray:
+        table = np.empty((len(ids), self.columns(ids, max_pages)), np.int32)
+        self.fill(ids, table)
         return table
 
     def csr(self, ids: list[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -8,7 +8,7 @@ import pytest
 from fake_cupy import FakeArray, pretended_gpus
 
 import cuflash
-from cuflash import PagedKVCache
+from cuflash import PagedKVCache, staging
 
 
 @pytest.fixture
@@ -127,7 +127,28 @@ def test_a_batch_that_is_refreshed(gpu, where):
     small = cache.batch([b], max_pages=1)
     with pytest.raises(ValueError, match="seqs: a sequence of 2 pages; the batch's table has 1 columns"):
         cache.refresh(small, [a])
+    other = t.host if where == "device" else t.device
+    with pytest.raises(ValueError, match="batch: of another cache"):
+        other.refresh(layer, [])
     np.testing.assert_array_equal(take(batch.memory), before)
+    none = cache.batch([])
+    cache.refresh(none, [])
+    assert none.page_table.shape == (0, 1)
+
+
+def test_numbers_on_their_way_are_not_written_over(gpu, monkeypatch):
+    """A refresh writes to the host's numbers while the copies of those before may still be under way."""
+    cache = twins().device
+    seq = cache.new_sequence()
+    cache.reserve(seq, 5)
+    batch = cache.batch([seq])
+    monkeypatch.setattr(staging, "_slots", {})
+    gpu.copying = True
+    cache.refresh(batch, [seq], reserved=1)
+    first = bytes(gpu.pinned[-1])
+    cache.refresh(batch, [seq], reserved=2)
+    assert len(gpu.pinned) == 2 and gpu.pinned[0] == first != gpu.pinned[1]
+    assert batch.kv_lengths.host.tolist() == [3] and gpu.waited == 0
 
 
 def test_what_sequences_have_in_common(gpu):
