@@ -245,7 +245,7 @@ class PagedBatchAttention:
     def __init__(self, cache: cuflash.PagedKVCache, work: list[tuple[int, int]]) -> None:
         self._cache, self._chunks = cache, []
         single = [sequence for sequence, count in work if count == 1]
-        self._singles, self._single = len(single), cache.batch(single) if single else None
+        self._singles, self._single = len(single), cache.batch(single, reserved=1) if single else None
         begin = len(single)
         for sequence, count in work[begin:]:
             self._chunks.append((sequence, slice(begin, begin + count), cache.batch([sequence])))
@@ -258,9 +258,8 @@ class PagedBatchAttention:
         if self._single is not None:
             pages, n = self._single.layer(layer), self._singles
             each, new_k, new_v = (x[0, :n, None] for x in (q, k, v))
-            before = pages.kv_lengths - 1  # decode() counts the keys before the new ones
             tokens = {"k_new": new_k, "v_new": new_v, "page_table": pages.page_table}
-            out[0, :n] = cuflash.decode(each, pages.k_pages, pages.v_pages, before, **tokens)[:, 0]
+            out[0, :n] = cuflash.decode(each, pages.k_pages, pages.v_pages, pages.kv_lengths, **tokens)[:, 0]
         for sequence, rows, batch in self._chunks:
             self._cache.write([sequence], k[:, rows], v[:, rows], layer=layer)
             pages = batch.layer(layer)

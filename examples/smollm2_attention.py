@@ -151,15 +151,14 @@ class PagedAttention:
             # All layers share one page table, so room is made once; what a broken-off step had reserved is returned.
             self._cache.truncate(self._sequence, self.length)
             self._cache.reserve([self._sequence], count)
-            self._batch = self._cache.batch([self._sequence])
+            self._batch = self._cache.batch([self._sequence], reserved=int(count == 1))  # decode() appends the one itself
         pages = self._batch.layer(layer)
         keys, values, lengths = pages.k_pages, pages.v_pages, pages.kv_lengths
         options, dtype = {"page_table": pages.page_table, "layout": self.layout}, q.dtype
         q, k, v = (to_layout(x, self.layout).astype(self.dtype, copy=False) for x in (q, k, v))
         if count == 1:
-            before = lengths - 1  # decode() counts the keys before the new one
             with self.memory.layer(layer):
-                out = cuflash.decode(q, keys, values, before, k_new=k, v_new=v, **options)
+                out = cuflash.decode(q, keys, values, lengths, k_new=k, v_new=v, **options)
         else:
             self._cache.write([self._sequence], k, v, layer=layer)
             with self.memory.layer(layer):
