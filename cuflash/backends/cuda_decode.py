@@ -153,7 +153,7 @@ def heads_at_once(heads: int, blocks: int) -> int:
 
 
 def even(runs: int, pairs: int) -> int:
-    """So many runs that each (sequence, pass) is cut into equal parts, the fewest that can be, if hardly a block stays idle for it."""
+    """At most ``runs``: the most that cut each (sequence, pass) into equal parts, if hardly a block stays idle for it."""
     multiple = runs // max(1, pairs) * pairs
     return multiple if multiple >= 0.96 * runs else runs
 

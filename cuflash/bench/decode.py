@@ -169,7 +169,7 @@ def summary(results: dict[str, Any]) -> dict[str, float]:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     tables = ("shapes", *decode_more.TABLES)
-    parser.add_argument("--json", type=Path, help="write the results here; those of the same machine and versions stay in the file")
+    parser.add_argument("--json", type=Path, help="write the results here; those of the same machine, versions and commit stay in the file")
     parser.add_argument("--markdown", type=Path, help="write the tables here, between marker lines if there are any")
     parser.add_argument("--only", default="", help="shapes whose name contains this, such as 'B64 32/8'")
     parser.add_argument("--dtype", default="bfloat16", choices=(*DTYPES, "both"), help="of queries, keys and values")
