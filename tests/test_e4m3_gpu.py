@@ -18,6 +18,11 @@ pytestmark = pytest.mark.gpu
 E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
 
 
+@pytest.fixture
+def cupy():
+    return pytest.importorskip("cupy")
+
+
 def to_gpu(a: np.ndarray) -> Any:
     """An array of any dtype, by its bits."""
     import cupy
