@@ -46,7 +46,7 @@ PERCENTILES = (50, 90, 99)
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--prompts", metavar="FILE", help="one question a line; - reads standard input (default: a few built in)")
+    parser.add_argument("--prompts", metavar="FILE", help="one question a line, UTF-8; - reads standard input (default: a few built in)")
     parser.add_argument("--num-prompts", type=int, help="requests to serve (default: 16, or all of --prompts); questions repeat")
     parser.add_argument("--request-rate", type=float, default=2.0, help="requests a second, Poisson; inf: all at once (default: 2)")
     parser.add_argument("--seed", type=int, default=0, help="of the arrival times (default: 0)")
@@ -80,8 +80,8 @@ def read_questions(options: argparse.Namespace) -> list[str]:
     questions = list(QUESTIONS)
     if options.prompts is not None:
         try:
-            text = sys.stdin.read() if options.prompts == "-" else Path(options.prompts).read_text()
-        except OSError as error:
+            text = (sys.stdin.buffer.read() if options.prompts == "-" else Path(options.prompts).read_bytes()).decode()
+        except (OSError, UnicodeDecodeError) as error:
             sys.exit(f"--prompts: {error}")
         questions = [line.strip() for line in text.splitlines() if line.strip()]
         if not questions:
@@ -167,7 +167,7 @@ def main(arguments: list[str] | None = None) -> None:
         while engine.busy:
             engine.step()
     except (ValueError, CacheFullError) as error:
-        sys.exit(f"--num-pages: {error}")
+        sys.exit(f"--system-prompt, --num-pages: there is no room for the system prompt and a short question: {error}")
     start = engine.clock()
     requests = [
         Request(tokenizer.start_chat(question, options.system_prompt), options.max_tokens, start + arrival)
@@ -195,11 +195,12 @@ def main(arguments: list[str] | None = None) -> None:
                 )
         except KeyboardInterrupt:
             bar.write("interrupted", file=sys.stderr)
-    if answered:
-        say(report(engine, answered, engine.clock() - start))
-        if options.check:
-            likewise = ("--max-tokens", str(options.max_tokens), "--device", options.device, "--kv-cache-dtype", options.kv_cache_dtype)
-            sys.exit(not check(Chat(smollm2_chat.parse(likewise), decoder, tokenizer), answered))
+    if not answered:
+        sys.exit("no request was answered")
+    say(report(engine, answered, engine.clock() - start))
+    if options.check:
+        likewise = ("--max-tokens", str(options.max_tokens), "--device", options.device, "--kv-cache-dtype", options.kv_cache_dtype)
+        sys.exit(not check(Chat(smollm2_chat.parse(likewise), decoder, tokenizer), answered))
 
 
 if __name__ == "__main__":

@@ -107,34 +107,58 @@ class Engine:
         return bool(self.waiting or self.running)
 
     def keep_prefix(self, tokens: list[int]) -> None:
-        """Compute tokens that requests will begin with, and keep them in the cache."""
+        """Compute tokens that requests will begin with, and keep them in the cache.
+
+        Raises
+        ------
+        ValueError
+            More tokens than the context or the cache, or so many that a request already submitted would never find room beside them.
+        CacheFullError
+            Too few pages are free now.  As after any other error, none is kept.
+        """
+        if len(tokens) > self.decoder.config.context:
+            raise ValueError(f"tokens: {len(tokens)} tokens of prefix; the context is {self.decoder.config.context}")
         prefix = Request(tokens, 0, sequence=self.cache.new_sequence())
         self.prefixes.append(prefix)
-        while prefix.left:
-            count = min(prefix.left, self.max_num_batched_tokens)
-            self.cache.reserve([prefix.sequence], [count])
-            self._compute([(prefix, count)])
+        try:
+            while prefix.left:
+                count = min(prefix.left, self.max_num_batched_tokens)
+                self.cache.reserve([prefix.sequence], [count])
+                self._compute([(prefix, count)])
+                prefix.stored += count
+            for request in (*self.running, *self.waiting):
+                own, pages = self._pages_alone(request)
+                if own > pages:
+                    raise ValueError(f"tokens: {len(tokens)} tokens of prefix leave {pages} pages; a submitted request takes {own}")
+        except BaseException:
+            self._release(self.prefixes.pop())
+            raise
 
     def submit(self, request: Request) -> None:
         """Put a request at the end of the queue; ValueError if it could not be served even alone."""
-        most, context = len(request.prompt) + request.max_tokens, self.decoder.config.context
+        context = self.decoder.config.context
         if not request.prompt or request.max_tokens < 1:
             raise ValueError(f"request: {len(request.prompt)} tokens of prompt, max_tokens {request.max_tokens}; both must be at least 1")
-        if most > context:
+        if len(request.prompt) + request.max_tokens > context:
             raise ValueError(f"request: {len(request.prompt)} tokens of prompt, max_tokens {request.max_tokens}; the context is {context}")
-        pages = self.cache.num_pages - sum(self._pages(prefix.stored) for prefix in self.prefixes)
-        if self._pages(most) > pages:
-            raise ValueError(f"request: {most} tokens take {self._pages(most)} pages; the cache has {pages} for it")
+        own, pages = self._pages_alone(request)
+        if own > pages:
+            raise ValueError(f"request: it takes {own} pages of its own; the cache has {pages} for it")
         self.waiting.append(request)
 
     def step(self) -> list[Request]:
-        """Compute the next tokens; returns the requests that are finished."""
+        """Compute the next tokens; returns the requests that are finished.  After an error the step can be tried again."""
         self._take_in()
         work = self._schedule()
-        chosen = self._compute(work)
-        now = self.clock()
+        try:
+            chosen, now = self._compute(work), self.clock()
+        except BaseException:
+            for request, _ in work:  # what was reserved has not been written, or not in all layers
+                self.cache.truncate(request.sequence, request.stored)
+            raise
         finished = []
-        for (request, _), token in zip(work, chosen, strict=True):
+        for (request, count), token in zip(work, chosen, strict=True):
+            request.stored += count
             if request.left:  # more of its prompt is to come
                 continue
             request.token_times.append(now)
@@ -148,6 +172,13 @@ class Engine:
 
     def _pages(self, tokens: int) -> int:
         return -(-tokens // self.cache.page_size)
+
+    def _pages_alone(self, request: Request) -> tuple[int, int]:
+        """Pages of its own that a request needs if no other runs, and those that the prefixes leave for it."""
+        shared = max((common_length(prefix.tokens, request.tokens) for prefix in self.prefixes), default=0)
+        stored = len(request.prompt) + request.max_tokens - 1  # the last token is never fed
+        own = max(1, self._pages(stored) - shared // self.cache.page_size)  # a page that is shared in part will be copied
+        return own, self.cache.num_pages - sum(self._pages(prefix.stored) for prefix in self.prefixes)
 
     def _take_in(self) -> None:
         """Move requests from the queue to those that run, as long as there are pages for all their tokens."""
@@ -204,8 +235,6 @@ class Engine:
         chosen = self._replay([request for request, _ in work[:singles]]) if singles else []
         if work[singles:]:
             chosen += self._forward(work[singles:])
-        for request, count in work:
-            request.stored += count
         return chosen
 
     def _forward(self, work: list[tuple[Request, int]]) -> list[int]:

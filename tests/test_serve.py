@@ -11,10 +11,12 @@ import numpy as np
 import pytest
 from toy_model import VOCABULARY, small_model
 
+from cuflash import CacheFullError
+
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 sys.path.insert(0, str(EXAMPLES))
 
-from serve_engine import Engine, Request, common_length  # noqa: E402
+from serve_engine import Engine, PagedBatchAttention, Request, common_length  # noqa: E402
 from smollm2_attention import MaterialisedAttention  # noqa: E402
 from smollm2_model import Decoder  # noqa: E402
 
@@ -147,7 +149,7 @@ def test_a_long_prompt_does_not_hold_up_those_who_decode(decoder):
         (Request([], 3), "0 tokens of prompt"),
         (Request([1], 0), "max_tokens 0"),
         (Request([1] * 500, 13), "the context is 512"),
-        (Request([1] * 30, 15), "45 tokens take 12 pages; the cache has 11 for it"),
+        (Request([1] * 30, 16), "it takes 12 pages of its own; the cache has 11 for it"),
     ],
 )
 def test_what_could_never_be_served_is_refused_at_once(decoder, request_, message):
@@ -156,8 +158,94 @@ def test_what_could_never_be_served_is_refused_at_once(decoder, request_, messag
     with pytest.raises(ValueError, match=message):
         engine.submit(request_)
     assert not engine.busy
-    engine.submit(Request([1] * 30, 14))  # the most that there is room for
+    engine.submit(Request([1] * 30, 15))  # the most that there is room for: 44 tokens are stored, the last is not
     assert len(drain(engine)) == 1
+
+
+@pytest.mark.parametrize(
+    ("num_pages", "prefix", "more", "max_tokens", "fits"),
+    [
+        (1, [], [1], 1, True),
+        (1, [], [1], 4, True),
+        (1, [], [1], 5, False),
+        (4, list(range(1, 9)), [20, 21, 22], 5, True),  # 15 tokens are stored, 8 of them in the prefix's two pages
+        (4, list(range(1, 9)), [20, 21, 22], 6, True),
+        (4, list(range(1, 9)), [20, 21, 22], 7, False),
+        (4, list(range(1, 8)), [20, 21, 22], 3, True),  # the prefix's second page, shared in part, is copied
+        (4, list(range(1, 8)), [20, 21, 22], 4, False),
+        (4, list(range(1, 9)), [], 9, True),
+        (4, list(range(1, 9)), [], 10, False),
+        (3, list(range(1, 9)), [], 1, True),  # the last token of the prompt is computed anew, in a copy of its page
+        (2, list(range(1, 9)), [], 1, False),
+    ],
+)
+def test_exactly_what_fits_beside_the_prefix_is_served(decoder, num_pages, prefix, more, max_tokens, fits):
+    engine, request = Engine(decoder, frozenset(), num_pages=num_pages, page_size=4), Request(prefix + more, max_tokens)
+    engine.keep_prefix(prefix)
+    if not fits:
+        with pytest.raises(ValueError, match="pages of its own"):
+            engine.submit(request)
+        engine.waiting.append(request)  # the refusal was right
+        with pytest.raises((AssertionError, ValueError), match="does not come to an end|exceed its capacity"):
+            drain(engine)
+        return
+    engine.submit(request)
+    assert drain(engine) == [request]
+    assert len(request.output) == max_tokens
+
+
+@pytest.mark.parametrize("running", [False, True])
+def test_a_prefix_leaves_room_for_what_was_submitted(decoder, running):
+    engine, request = Engine(decoder, frozenset(), num_pages=6, page_size=4), Request([1] * 10, 10)
+    engine.submit(request)
+    if running:
+        engine.step()
+    held = engine.cache.free_pages
+    with pytest.raises(ValueError, match="tokens: 6 tokens of prefix leave 4 pages; a submitted request takes 5"):
+        engine.keep_prefix(list(range(1, 7)))
+    assert (engine.prefixes, engine.cache.free_pages) == ([], held)
+    engine.keep_prefix([1] * 8)  # whose pages the request will share
+    assert drain(engine) == [request]
+    assert len(request.output) == 10
+
+
+def test_a_prefix_that_fails_leaves_no_page_behind(decoder):
+    engine = Engine(decoder, STOP, num_pages=12, page_size=4, max_num_batched_tokens=8)
+    with pytest.raises(ValueError, match="exceed its capacity of 48"):
+        engine.keep_prefix(list(range(1, 61)))  # in chunks: the first six find room
+    with pytest.raises(ValueError, match="tokens: 513 tokens of prefix; the context is 512"):
+        engine.keep_prefix([1] * 513)
+    assert (engine.prefixes, len(engine.cache), engine.cache.free_pages) == ([], 0, 12)
+    engine.submit(Request([1, 2, 3], 3))
+    engine.step()
+    with pytest.raises(CacheFullError):
+        engine.keep_prefix(list(range(1, 48)))
+    assert (engine.prefixes, len(engine.cache), engine.cache.free_pages) == ([], 1, 11)
+
+
+@pytest.mark.parametrize("after", [0, 1, 4])
+def test_a_step_that_fails_can_be_tried_again(decoder, alone, monkeypatch, after):
+    """It fails in the last layer, when the others have been written."""
+    engine = Engine(decoder, STOP, num_pages=60, page_size=4, max_num_batched_tokens=32)
+    requests = [Request(prompt, 20) for prompt in prompts(12)]
+    for request in requests:
+        engine.submit(request)
+    for _ in range(after):
+        engine.step()
+    attend = PagedBatchAttention.__call__
+
+    def fail(self, layer, q, k, v):
+        if layer == 2:
+            raise MemoryError
+        return attend(self, layer, q, 2 * k, 2 * v)
+
+    with monkeypatch.context() as patch, pytest.raises(MemoryError):
+        patch.setattr(PagedBatchAttention, "__call__", fail)
+        engine.step()
+    assert all(engine.cache.lengths[request.sequence] == request.stored for request in engine.running)
+    drain(engine)
+    assert [request.output for request in requests] == alone
+    assert engine.cache.free_pages == 60
 
 
 def test_more_sequences_than_tokens_a_step_are_refused(decoder):
@@ -246,6 +334,38 @@ def test_questions(serve, tmp_path):
         serve.read_questions(serve.parse(["--prompts", str(file)]))
     with pytest.raises(SystemExit, match="--prompts"):
         serve.read_questions(serve.parse(["--prompts", str(tmp_path / "none")]))
+    file.write_bytes("Où?".encode("latin-1"))
+    with pytest.raises(SystemExit, match="--prompts: 'utf-8' codec can't decode byte 0xf9"):
+        serve.read_questions(serve.parse(["--prompts", str(file)]))
+
+
+class Characters:
+    """A tokenizer: a token for each character."""
+
+    stop_ids = STOP
+
+    def system_message(self, text):
+        return list(map(ord, text))
+
+    def start_chat(self, user, system):
+        return self.system_message(system + user)
+
+    def decode(self, ids):
+        return str(ids)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--max-tokens", "600"], "no request was answered"),
+        (["--system-prompt", "x" * 513], "--system-prompt, .*tokens: 513 tokens of prefix; the context is 512"),
+        (["--num-pages", "1"], "--num-pages: there is no room"),
+    ],
+)
+def test_a_command_that_answers_nothing_fails(serve, decoder, monkeypatch, options, message):
+    monkeypatch.setattr(serve, "open_model", lambda device, cache_dir: (decoder, Characters()))
+    with pytest.raises(SystemExit, match=message):
+        serve.main(["--num-prompts", "2", "--request-rate", "inf", "--check", *options])
 
 
 def answers(*options: str) -> subprocess.CompletedProcess:
