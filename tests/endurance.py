@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from cuflash import CacheFullError, PagedKVCache, decode, decode_shared_prefix, jit
+from cuflash import CacheFullError, PagedKVCache, checks, decode, decode_shared_prefix, jit
 
 HEADS, HEADS_KV, D, PAGE = 8, 2, 64, 16
 PAGES, ROWS, LONGEST = 110, 32, 640  # of the pool, of a batch, of a sequence
@@ -262,9 +262,10 @@ def endure(requests: int, seed: int = 1, device: str = "cpu", seconds: float = 3
 
     ``alone``: no other process uses the GPU.
     """
+    checks.integer(requests, "requests", 1)
     begin = time.monotonic()
     server = Server(seed, device)
-    early = max(requests // 5, min(requests // 2, 1000))  # by then all has happened once
+    early = max(requests // 5, min(requests // 2, 1000), 1)  # by then all has happened once
     server.run(early, begin + seconds)
     before = usage(device, alone)
     server.run(requests, begin + seconds)

@@ -16,6 +16,12 @@ def test_a_few_hundred_requests():
         assert found[event] > 0, event
 
 
+def test_few_requests():
+    assert endure(1, seed=2)["requests"] == 1
+    with pytest.raises(ValueError, match="requests: got 0; it must be at least 1"):
+        endure(0)
+
+
 def test_pages_that_are_not_copied_are_noticed(monkeypatch):
     monkeypatch.setattr(PageArrays, "copy_pages", lambda self, old, new: None)
     with pytest.raises(AssertionError, match="request"):
