@@ -44,6 +44,14 @@ def test_one_launch(gpu, dtype, axes, layout):
     assert [(x.name[:12], x.stream, x.device) for x in gpu.launches] == [("merge_states", 7, 0)]
 
 
+def test_no_columns(gpu):
+    outs, lses = parts()
+    want = merge_states([o[..., :0] for o in outs], lses)
+    out, lse = merge_states(there([o[..., :0].copy() for o in outs]), there(lses))
+    assert out.shape == want[0].shape
+    np.testing.assert_array_equal(lse.host, want[1])
+
+
 def test_buffers(gpu):
     """Inputs themselves are written to by the kernel; a buffer that lies across one is filled when all have been read."""
     outs, lses = parts()
