@@ -36,8 +36,9 @@ def decode_shared_prefix(
         As for `decode`. kv_lengths and page_table are those of the whole sequences, prefix and all.
     prefix_lengths : int, or array_like of int, shape (B,)
         How many keys a sequence has in common with sequence 0, from the first on: one number for the whole batch, or for each sequence
-        this number or 0, if it shares none. They are read where sequence 0 has them. Like kv_lengths it may be on the GPU, and is then
-        followed by a captured CUDA graph: rows that share another number than sequence 0, or lack keys of the prefix, become NaN.
+        this number or 0, if it shares none. They are read where sequence 0 has them, and all who share them must have them before k_new
+        is appended. Like kv_lengths it may be on the GPU, and is then followed by a captured CUDA graph: rows that share another number
+        than sequence 0, or a prefix that they or sequence 0 lack keys of, become NaN.
         Numbers of the host are copied to the GPU with each call, which can then not be captured.
     **options
         As for `attention`, but for those by which a logit depends on the position of a query: window, bias, alibi_slopes, score_mod,
@@ -75,7 +76,7 @@ def decode_shared_prefix(
     if q.ndim != 4:
         raise ValueError(f"q: {q.ndim} axes; it must have 4, the first one for the sequences")
     number, starts = None, prefix_lengths
-    if np.ndim(prefix_lengths) == 0 and not arrays.on_device(prefix_lengths):
+    if not arrays.on_device(prefix_lengths) and arrays.host_index(prefix_lengths, "prefix_lengths").ndim == 0:
         number = checks.integer(prefix_lengths, "prefix_lengths", 0, INT32_MAX)
         starts = prefix_lengths = np.full(q.shape[0], number, np.int32)
         if q.shape[0] and arrays.on_device(q) and arrays.on_device(kv_lengths):  # with all others there, the call can be warm
@@ -95,8 +96,9 @@ def decode_shared_prefix(
         q, k_cache, v_cache, kv_lengths, page_table=page_table, k_new=k_new, v_new=v_new, rope=rope, layout=layout, **options,
     )
     problem = problem.replace(kv_start=indices.per_sequence(prefix_lengths, "prefix_lengths", problem, *indices.capacity(problem)))
-    least = _least(problem)
-    _check(problem, 0 if append is None else append.count, least)
+    new = 0 if append is None else append.count
+    least = max(_least(problem, options.get("mask")), new)  # new keys are nobody else's
+    _check(problem, new, least)
     if 0 in problem.q.shape[:3]:  # there is nothing to share
         rest = {"k_new": k_new, "v_new": v_new, "rope": rope, "out": out, "lse": lse, "return_lse": return_lse, "layout": layout}
         return api.decode(q, k_cache, v_cache, kv_lengths, page_table=page_table, **rest, **options)
@@ -136,12 +138,13 @@ def _refuse(options: dict[str, Any]) -> None:
         raise ValueError("batch_invariant: must be False; what is computed for a sequence depends on what it shares, use decode()")
 
 
-def _least(problem: Problem) -> int:
-    """Keys that a sequence needs behind the prefix, so that all its queries see all of that."""
+def _least(problem: Problem, mask: Any) -> int:
+    """Keys that a sequence needs behind the prefix, so that all its queries see all of that; ``mask`` as the user has it."""
     if problem.mask is not None:
         if not problem.mask_is_tail:
-            columns = f"{problem.mask.shape[-1]} columns"
-            raise ValueError(f"mask: {columns}; with a shared prefix it must have those of the last {problem.seqlen_q} keys")
+            rows, came = problem.seqlen_q, f"shape {np.shape(mask)} is for all {problem.seqlen_k} keys"
+            tail = f"have {rows} columns, for the last {rows} keys" if rows > 1 else "be None where there is one query row"
+            raise ValueError(f"mask: {came}; with a shared prefix it must {tail}")
         return problem.seqlen_q
     return problem.seqlen_q - 1 if problem.causal else 0
 
@@ -158,7 +161,8 @@ def _check(problem: Problem, new: int, least: int) -> None:
         if own not in (0, shares[0]):
             raise ValueError(f"prefix_lengths: {own} at index {b}; it must be that of sequence 0, {shares[0]}, or 0")
         if own and length - own < least or own > length:
-            raise ValueError(f"prefix_lengths: {own} at index {b}; of the sequence's {length} keys at least {least} must come behind it")
+            keys = f"{length} keys" + f", {new} of them new," * bool(new)
+            raise ValueError(f"prefix_lengths: {own} at index {b}; of the sequence's {keys} at least {least} must come behind it")
         if own and table is not None:
             columns = own // problem.page_size
             if not np.array_equal(table[0][b, :columns], table[0][0, :columns]):
@@ -178,7 +182,7 @@ class Call:
     problem : Problem
         That of the whole call, with results.
     least : int
-        See `_least`.
+        Keys that a sequence needs behind the prefix.
     """
 
     def __init__(self, stack: contextlib.ExitStack, problem: Problem, least: int):
@@ -248,7 +252,8 @@ class Call:
         if own.q.device == HOST:
             out, lse = own.out.array, own.lse.array
             lses[0].array[own.kv_start == 0] = -np.inf
-            merge.merge_states([a.array.reshape(out.shape) for a in outs], [a.array.reshape(lse.shape) for a in lses], out=out, lse=lse)
+            parts = [a.array.reshape(out.shape) for a in outs], [a.array.reshape(lse.shape) for a in lses]
+            lse[...] = merge.merge_states(*parts, out=out)[1]  # of float64 outputs it is float64
             return
         with _addresses(own) as known:
             cuda_merge.run(outs, lses, own.out, own.lse, AXES, self._shared(own, known))

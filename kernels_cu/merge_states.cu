@@ -21,7 +21,7 @@ struct MergeParams {
     i64 out_groups[MERGE_PARTS], lse_groups[MERGE_PARTS];  // strides from one group of heads to the next; within a group: `head`
     i32 parts, batch, rows, heads, head_dim;
     i32 group;  // heads of a group in the parts; 1: there are none
-    i32 least;  // keys that a sequence must have behind those of part 0: else its first queries would not see all of these
+    i32 least;  // keys that a sequence, and sequence 0, must have behind those of part 0: its first queries see all of these, none is new
     i32 shared_i32, lengths_i32;
 };
 
@@ -48,7 +48,9 @@ template <class T, class Real> __device__ __forceinline__ void merge_states(cons
     if (p.shared) {
         const i64 own = merge_index(p.shared, p.shared_i32, batch);
         if (own <= 0) x = lane == 0 ? Number(-infinity()) : x;
-        else valid = own == merge_index(p.shared, p.shared_i32, 0) && merge_index(p.lengths, p.lengths_i32, batch) - own >= p.least;
+        else
+            valid = own == merge_index(p.shared, p.shared_i32, 0) && merge_index(p.lengths, p.lengths_i32, batch) - own >= p.least &&
+                    merge_index(p.lengths, p.lengths_i32, 0) - own >= p.least;  // where they are read
     }
     valid = !__any_sync(0xffffffffu, !(valid && x < infinity()));  // nor is NaN
     Number top = x;

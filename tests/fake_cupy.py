@@ -264,7 +264,7 @@ def merge(p: np.ndarray, dtype: Any) -> None:
     if p["shared"]:
         own, lengths = (memory(p[x], np.int32 if p[f"{x}_i32"] else np.int64, (b,), (1,)) for x in ("shared", "lengths"))
         lses[0][own <= 0] = -np.inf
-        lses[0][(own > 0) & ((own != own[0]) | (lengths - own < p["least"]))] = np.nan
+        lses[0][(own > 0) & ((own != own[0]) | (np.minimum(lengths, lengths[0]) - own < p["least"]))] = np.nan
     out, lse = cuflash.merge_states(outs, lses)
     memory(p["out"], dtype, (b, s, h, d), p["out_stride"])[...] = out
     if p["lse"]:

@@ -113,6 +113,14 @@ def test_a_part_that_is_for_some_sequences(emulator, width):
     compare.assert_same_bits(out[2], parts.outs[1][2], "out")
     compare.assert_close(lse[2], parts.lses[1][2].astype(F64), 1e-6, "lse")
     assert np.isnan(out[3:]).all() and np.isnan(lse[3:]).all()
+    lengths[0] = 16  # where the others' are read
+    out, lse = merged(emulator, parts, shared=(own, lengths, 1))
+    assert np.isnan(np.delete(out, 2, 0)).all() and np.isnan(np.delete(lse, 2, 0)).all() and np.isfinite(out[2]).all()
+
+
+def test_rows_without_columns(emulator):
+    parts = Parts(3, F32, (2, 3, 4, 0))
+    same(merged(emulator, parts), merge_states(parts.outs, parts.lses), F32)
 
 
 def test_heads_in_groups(emulator):

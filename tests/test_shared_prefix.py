@@ -216,7 +216,9 @@ def test_results_in_the_user_s_buffers():
         ({"alibi_slopes": [1.0] * 4}, "alibi_slopes: must be None"),
         ({"causal": "upper_left"}, "causal: 'upper_left' puts queries at the first keys"),
         ({"batch_invariant": True}, "batch_invariant: must be False"),
-        ({"mask": np.ones(KEYS, bool)}, "mask: 32 columns; with a shared prefix it must have those of the last 1 keys"),
+        ({"prefix": [8, [8]]}, "prefix_lengths: not a rectangular array of integers"),
+        ({"mask": np.ones(KEYS, bool)}, "mask: shape (32,) is for all 32 keys; with a shared prefix it must be None"),
+        ({"mask": np.ones((1, 1), bool)}, "mask: shape (1, 1) is for all 32 keys; with a shared prefix it must be None"),
         ({"page_table": np.arange(32).reshape(4, 8) % 20}, "page_table: row 1 does not begin with the 4 pages of row 0"),
     ],
 )  # fmt: skip
@@ -232,10 +234,32 @@ def test_queries_must_stand_behind_the_prefix():
     batch = Batch(rows=3, lengths=(18, 17), mask=np.tri(3, dtype=bool))
     with pytest.raises(ValueError, match="of the sequence's 18 keys at least 3 must"):
         batch.shared()
+    with pytest.raises(ValueError, match=r"mask: shape \(1, 32\) is for all 32 keys; .* it must have 3 columns, for the last 3 keys"):
+        batch.shared(mask=np.ones((1, KEYS), bool))
     with pytest.raises(ValueError, match="q: 3 axes; it must have 4"):
         cuflash.decode_shared_prefix(batch.arrays[0][0], *batch.arrays[1:], [18], 16)
     with pytest.raises(TypeError, match="^q: got list; allowed are arrays of NumPy"):
         cuflash.decode_shared_prefix(batch.arrays[0].tolist(), *batch.arrays[1:], batch.lengths, 16)
+
+
+def test_new_keys_are_not_of_the_prefix():
+    batch = Batch(page=0, new=2, lengths=(10, 10))
+    check(batch.shared(10)[0], batch.plain(backend="reference")[0], F32)
+    for prefix in (11, 12, [11, 0]):
+        with pytest.raises(ValueError, match="prefix_lengths: 1[12] at index 0; of the sequence's 12 keys, 2 of them new, at least 2 must"):
+            batch.shared(prefix)
+    with pytest.raises(ValueError, match="prefix_lengths: 12 at index 1; of the sequence's 12 keys, 2 of them new,"):
+        Batch(page=0, new=2, lengths=(14, 10)).shared(12)
+
+
+@pytest.mark.parametrize("dtype", [F16, F32], ids=str)
+def test_results_of_another_precision(dtype):
+    batch = Batch(dtype=dtype)
+    for out_dtype in (np.float64, F16):
+        want, _ = batch.plain(out_dtype=out_dtype)
+        got, _ = batch.shared(out_dtype=out_dtype)
+        assert [a.dtype for a in got] == [out_dtype, F32]
+        check(got, want, max(dtype, out_dtype, key=lambda x: np.finfo(x).eps))
 
 
 # ---- on a GPU
@@ -274,6 +298,7 @@ def test_a_captured_call_follows_lengths_and_prefixes(gpu):
     for lengths, prefix, bad in (
         ([16, 20, 28, 17], [16] * 4, []), ([20, 0, 18, 9], [16, 0, 16, 0], []), ([20, 20, 20, 20], [8] * 4, []),
         ([20, 20, 20, 20], [16, 8, 16, 0], [1]), ([20, 11, 20, 20], [16, 16, 16, 16], [1]), ([20] * 4, [0] * 4, []),
+        ([11, 20, 20, 20], [16, 16, 16, 0], [0, 1, 2]),
     ):  # fmt: skip
         batch.lengths = lengths
         want, _ = batch.plain(backend="reference")
@@ -285,6 +310,16 @@ def test_a_captured_call_follows_lengths_and_prefixes(gpu):
         compare.assert_close(out[good], want[0][good].astype(np.float64), 4e-3, "out")
         assert np.isnan(out[bad]).all()
     assert not gpu.allocated and gpu.waited == 0
+
+
+def test_new_keys_of_a_gpu_are_not_of_the_prefix(gpu):
+    batch = Batch(dtype=F16, page=0, new=2, lengths=(16, 20, 14, 15))
+    for _ in range(2):  # warm or not
+        want, _ = batch.plain(backend="reference")
+        args, options = batch.on_device([16, 16, 16, 0])
+        out = cuflash.decode_shared_prefix(*args, **options).host
+        compare.assert_close(out[[0, 1, 3]], want[0][[0, 1, 3]].astype(np.float64), 4e-3, "out")
+        assert np.isnan(out[2]).all()
 
 
 def test_lengths_of_the_host_beside_arrays_of_a_gpu(gpu):

@@ -34,7 +34,7 @@ class Shared(NamedTuple):
     lengths_i32: bool
     all_lengths: int  # keys that it has altogether
     all_lengths_i32: bool
-    least: int  # of these, behind those of part 0; with fewer its rows become NaN
+    least: int  # of these, behind those of part 0; with fewer, its own or of sequence 0, its rows become NaN
 
 
 @functools.cache
