@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from . import arrays, checks, edges, launch, staging
-from .backends import cuda_pages
+from .backends import cuda, cuda_pages
 from .page_arrays import PageArrays
-from .types import HOST, ArrayView, Layout
+from .types import HOST, ArrayView, Layout, NoBackendError
 
 
 class DevicePages(PageArrays):
@@ -116,6 +116,9 @@ def ordinal(device: Any) -> int:
             raise ValueError(f"device: got {device!r}; allowed are None, 'cpu', 'cuda', 'cuda:N' and the number of a GPU")
         device = int(number) if colon else None
     cupy = edges.base.need_cupy()
+    reason = cuda.unusable()
+    if reason is not None:
+        raise NoBackendError(f"device: pages on a GPU: {reason}")
     if device is None:
         return int(cupy.cuda.runtime.getDevice())
     device = getattr(device, "id", device)  # of a cupy.cuda.Device

@@ -204,4 +204,4 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    smollm2_chat.program(main)

@@ -32,6 +32,7 @@ if __name__ == "__main__":
 
 import argparse  # noqa: E402
 import time  # noqa: E402
+from collections.abc import Callable  # noqa: E402
 
 try:
     import smollm2_download as download
@@ -226,12 +227,12 @@ def main(arguments: list[str] | None = None) -> None:
         one_answer(chat, options.prompt)
 
 
-def program() -> None:
-    """`main` with the manners of a command: a word for Ctrl-C, silence when whoever reads the output goes away."""
+def program(command: Callable[[], object] | None = None) -> None:
+    """A command, `main` if not given, with good manners: a word for Ctrl-C, silence when whoever reads the output goes away."""
     on_interrupt(signal.default_int_handler)
     try:
         try:
-            main()
+            (command or main)()
         finally:
             if sys.stdout:
                 sys.stdout.flush()

@@ -10,7 +10,10 @@
 // Shared memory, 128 bytes a clock: 48 ldmatrix a warp, 768 clocks; copies of K and V, 512; partial results, 64 KiB to write and to
 // read, 1,024; together 2,304, so that the tensor cores are busy for less than half of the time at best. prefill_fa2 takes no
 // partial results to shared memory, has K and V for 128 rows at once, and rescales O only where a maximum grows.
-#include "include/walk.cuh"
+#include "include/block.cuh"
+#include "include/epilogue.cuh"
+#include "include/products.cuh"
+#include "include/softmax_state.cuh"
 
 // What an instance fixes. LOAD: see TileLoader.
 template <class In_, class Out_, int DQK_, int DV_, int M_, int N_, int WARPS_, int LOAD_, int MASK_, int SCORE_> struct PrefillFa1 {

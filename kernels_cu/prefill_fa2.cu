@@ -13,7 +13,7 @@
 // At D = 256 the 255 registers hold O of 16 rows only, and each K and V that a warp reads from shared memory (128 bytes a clock) serves
 // 16 rows: 144 ldmatrix a warp for 256 mma, with the copies 5,632 clocks of the 4,096 that the mma of 8 warps take. GROUPS = 2 reads
 // 32 rows of Q, half of K, all of P and half of V: 104 ldmatrix, 4,352 clocks, for two more barriers a tile.
-#include "include/walk.cuh"
+#include "include/warp_attention.cuh"
 
 // What an instance fixes. STAGES: tiles of K and of V in shared memory. LOAD: see TileLoader.
 template <
