@@ -173,6 +173,8 @@ def empty(shape: tuple[int, ...], dtype: np.dtype, like: ArrayView) -> Any:
     """An uninitialised array where ``like`` is."""
     if like.kind == "numpy":
         return np.empty(shape, dtype)
+    if is_e4m3(dtype):  # of which CuPy makes no arrays, but sees others so
+        return empty(shape, np.dtype(np.uint8), like).view(dtype)
     cupy = sys.modules["cupy"]
     if cupy.cuda.runtime.getDevice() == like.device:
         return cupy.empty(shape, dtype)

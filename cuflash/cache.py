@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from . import checks, device_pages, options, paged_batch
+from . import arrays, checks, device_pages, options, paged_batch
 from .device_pages import DevicePages
 from .page_arrays import PageArrays, check_pages
 from .paged_batch import PagedBatch
@@ -38,7 +38,8 @@ class PagedKVCache:
     num_layers : int, optional
         Puts an axis of layers in front of ``k_pages`` and ``v_pages``. Without it the cache is that of one layer.
     dtype : dtype
-        float16, bfloat16 (``ml_dtypes.bfloat16``), float32 or float64.
+        float16, bfloat16 (``ml_dtypes.bfloat16``), float32, float64, or float8_e4m3fn (``ml_dtypes.float8_e4m3fn``): then every token and
+        head has a scale beside its numbers, and what is written in 16 or 32 bits is quantized as by ``quantize_kv``.
     layout : {"BSHD", "BHSD"}
         Axis order of the pages and of the ``k`` and ``v`` handed in and out: (tokens, heads, size) or
         (heads, tokens, size).
@@ -54,6 +55,8 @@ class PagedKVCache:
     k_pages, v_pages : ndarray
         (P, page, Hkv, D) and (P, page, Hkv, Dv), or (P, Hkv, page, D) and (P, Hkv, page, Dv) with layout "BHSD"; with
         ``num_layers`` (L, P, ...), so that ``k_pages[i]`` is layer i.
+    k_scales, v_scales : ndarray or None
+        Scales of pages in float8_e4m3fn: float32, shaped as these but for the last axis. None with other dtypes.
     device : int
         Number of the GPU that the pages are on; -1 for host memory.
 
@@ -92,7 +95,8 @@ class PagedKVCache:
             x = layer.finish(x, cuflash.decode(q, b.k_pages, b.v_pages, b.kv_lengths, page_table=b.page_table))
 
     ``decode`` can write the new tokens itself: then the lengths it takes are those without them, of ``cache.batch(seqs, reserved=1)``, and
-    ``k_new=k, v_new=v`` stand in for ``write``.
+    ``k_new=k, v_new=v`` stand in for ``write``. With ``k_scale=b.k_scales, v_scale=b.v_scales`` it reads caches in float8_e4m3fn; in others
+    these are None.
     """
 
     def __init__(
@@ -108,18 +112,20 @@ class PagedKVCache:
         layers = () if num_layers is None else (checks.integer(num_layers, "num_layers", 1),)
         if dtype is None:  # to NumPy it would mean float64
             raise TypeError("dtype: got None; the pages need a dtype")
-        dtype = options.dtype(dtype, "dtype")
+        dtype = options.dtype(dtype, "dtype", e4m3=True)
         checks.choice(layout, "layout", LAYOUTS)
         ordinal = device_pages.ordinal(device)
         store = PageArrays if ordinal == HOST else DevicePages
         page = (page_size, heads_kv) if layout == "BSHD" else (heads_kv, page_size)
-        k_pages, v_pages = (store.empty((*layers, num_pages, *page, size), dtype, ordinal) for size in (head_dim, head_dim_v))
-        self._init(k_pages, v_pages, store(k_pages, v_pages, layout), max_pages_per_seq)
+        lead = (*layers, num_pages, *page)
+        k_pages, v_pages = (store.empty((*lead, size), dtype, ordinal) for size in (head_dim, head_dim_v))
+        scales = [store.empty(lead, np.dtype(np.float32), ordinal) for _ in "kv"] if arrays.is_e4m3(dtype) else []
+        self._init(store(k_pages, v_pages, layout, *scales), max_pages_per_seq)
 
     @classmethod
     def from_pages(
         cls, k_pages: Any, v_pages: Any, *, layout: Layout = "BSHD",
-        max_pages_per_seq: int | None = None,
+        max_pages_per_seq: int | None = None, k_scales: Any = None, v_scales: Any = None,
     ) -> PagedKVCache:
         """A cache over existing pages, without a copy; ``import_table`` or ``import_csr`` then names the sequences.
 
@@ -130,6 +136,8 @@ class PagedKVCache:
             are so involved that this is too hard to decide, the arrays are refused.
         layout, max_pages_per_seq
             As in the constructor.
+        k_scales, v_scales : ndarray, optional
+            Of pages in float8_e4m3fn, which need them; as the attributes.
 
         Returns
         -------
@@ -138,12 +146,13 @@ class PagedKVCache:
         """
         checks.choice(layout, "layout", LAYOUTS)
         cache = cls.__new__(cls)
-        store = PageArrays if check_pages(k_pages, v_pages).device == HOST else DevicePages
-        cache._init(k_pages, v_pages, store(k_pages, v_pages, layout), max_pages_per_seq)
+        store = PageArrays if check_pages(k_pages, v_pages, k_scales, v_scales).device == HOST else DevicePages
+        cache._init(store(k_pages, v_pages, layout, k_scales, v_scales), max_pages_per_seq)
         return cache
 
-    def _init(self, k_pages: Any, v_pages: Any, stored: PageArrays, max_pages_per_seq: int | None) -> None:
-        self.k_pages, self.v_pages, self.layout, self.dtype = k_pages, v_pages, stored.layout, stored.dtype
+    def _init(self, stored: PageArrays, max_pages_per_seq: int | None) -> None:
+        self.k_pages, self.v_pages, self.k_scales, self.v_scales = stored.memory
+        self.layout, self.dtype = stored.layout, stored.dtype
         self.num_layers, self.num_pages, self.page_size = stored.num_layers, stored.num_pages, stored.page_size
         self.heads_kv, self.head_dim, self.head_dim_v = stored.heads_kv, stored.head_dim, stored.head_dim_v
         self.device = stored.device
@@ -193,7 +202,7 @@ class PagedKVCache:
 
     # ---- tokens
 
-    def append(self, seqs: int | Iterable[int], k: Any, v: Any) -> int | np.ndarray:
+    def append(self, seqs: int | Iterable[int], k: Any, v: Any, *, k_scale: Any = None, v_scale: Any = None) -> int | np.ndarray:
         """Add n tokens to one sequence, or n tokens to each of several, in all layers.
 
         Parameters
@@ -202,7 +211,10 @@ class PagedKVCache:
             One id, or B different ids.
         k, v : ndarray
             (n, Hkv, D) and (n, Hkv, Dv) in the cache's dtype ((Hkv, n, D) with layout "BHSD"); with several ids
-            (B, n, Hkv, D); in a cache with ``num_layers`` one more axis in front, the layers. Any strides.
+            (B, n, Hkv, D); in a cache with ``num_layers`` one more axis in front, the layers. Any strides. For a cache in float8_e4m3fn
+            also both in float16, bfloat16 or float32: they are quantized (on a GPU with head sizes up to 256).
+        k_scale, v_scale : ndarray of float32, optional
+            Scales of k and v in float8_e4m3fn, which need them: of the same shapes without the head size.
 
         Returns
         -------
@@ -220,10 +232,10 @@ class PagedKVCache:
         """
         with self._lock:
             ids, single = self._sequences.ids(seqs, distinct=True)
-            k, v, n = self._stored.tokens(k, v, None if single else len(ids), layered=self.num_layers is not None)
+            tokens, n = self._stored.tokens(k, v, k_scale, v_scale, None if single else len(ids), layered=self.num_layers is not None)
             begins = self._sequences.grow(ids, [n] * len(ids))
             try:
-                self._write(ids, begins, k, v, slice(None))
+                self._write(ids, begins, tokens, slice(None))
             except BaseException:
                 for i, begin in zip(ids, begins, strict=True):
                     self._sequences.cut(i, begin)
@@ -255,14 +267,14 @@ class PagedKVCache:
 
     def write(
         self, seqs: int | Iterable[int], k: Any, v: Any, *, layer: int | None = None,
-        position: int | Sequence[int] | None = None,
+        position: int | Sequence[int] | None = None, k_scale: Any = None, v_scale: Any = None,
     ) -> None:
         """Write n tokens that exist already (appended or reserved), in one layer or in all.
 
         Parameters
         ----------
-        seqs, k, v
-            As in ``append``; k and v without the axis of layers if ``layer`` is given.
+        seqs, k, v, k_scale, v_scale
+            As in ``append``; arrays are without the axis of layers if ``layer`` is given.
         layer : int, optional
             The layer to write; all of them if not given. Only for caches with ``num_layers``.
         position : int or sequence of int, optional
@@ -278,12 +290,12 @@ class PagedKVCache:
         with self._lock:
             ids, single = self._sequences.ids(seqs, distinct=True)
             layers, layered = self._stored.layers(layer)
-            k, v, n = self._stored.tokens(k, v, None if single else len(ids), layered)
+            tokens, n = self._stored.tokens(k, v, k_scale, v_scale, None if single else len(ids), layered)
             begins = self._sequences.written(ids, n, position)
             self._sequences.own(ids, begins, [n] * len(ids), "write")
-            self._write(ids, begins, k, v, layers)
+            self._write(ids, begins, tokens, layers)
 
-    def gather(self, seq: int, *, layer: int | None = None) -> tuple[Any, Any]:
+    def gather(self, seq: int, *, layer: int | None = None) -> tuple[Any, ...]:
         """A dense copy of the keys and values of one sequence.
 
         Returns
@@ -291,6 +303,9 @@ class PagedKVCache:
         k, v : ndarray
             (n, Hkv, D) and (n, Hkv, Dv), or (Hkv, n, D) with layout "BHSD"; in a cache with ``num_layers`` and no
             ``layer`` given, one more axis in front.
+        k_scale, v_scale : ndarray of float32
+            From a cache in float8_e4m3fn: the four are what ``append`` takes, and hold every bit. ``k * k_scale[..., None]``, with k as
+            float32, are the keys that attention sees.
         """
         with self._lock:
             sequence = self._sequences[self._sequences.id(seq)]
@@ -326,8 +341,9 @@ class PagedKVCache:
             numbers = np.empty(rows * (columns + 2), np.int32)
             paged_batch.fill(numbers, rows, columns, self._sequences, ids, reserved)
             (memory,) = self._stored.index_arrays(page_table=numbers)
-            arrays = paged_batch.parts(memory, rows, columns)
-            return PagedBatch(self.k_pages, self.v_pages, *arrays, self.layout, memory, numbers, self._stored)
+            parts = paged_batch.parts(memory, rows, columns)
+            k_pages, v_pages, *scales = self._stored.memory
+            return PagedBatch(k_pages, v_pages, *parts, self.layout, memory, numbers, self._stored, *scales)
 
     def refresh(self, batch: PagedBatch, seqs: int | Iterable[int] | None = None, *, reserved: int = 0) -> None:
         """Bring a batch up to date in place: for sequences that grew, were truncated, forked or moved, or for others than before.
@@ -394,8 +410,8 @@ class PagedKVCache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all pages, used or not."""
-        return self.k_pages.nbytes + self.v_pages.nbytes
+        """Bytes of all pages, used or not, and of their scales."""
+        return sum(a.nbytes for a in self._stored.memory if a is not None)
 
     def __len__(self) -> int:
         return len(self._sequences)
@@ -465,5 +481,5 @@ class PagedKVCache:
 
     # ---- inside
 
-    def _write(self, ids: list[int], begins: list[int], k: np.ndarray, v: np.ndarray, layers: slice) -> None:
-        self._stored.write(self._sequences.held(ids), begins, k, v, layers)
+    def _write(self, ids: list[int], begins: list[int], tokens: list[Any], layers: slice) -> None:
+        self._stored.write(self._sequences.held(ids), begins, tokens, layers)

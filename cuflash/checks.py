@@ -62,13 +62,13 @@ def real(value: Any, name: str) -> float:
 
 
 def same_place_and_dtype(**named: Any) -> dict[str, ArrayView]:
-    """Arrays of one library, on one device, of one floating dtype; the first is the one the others are held against."""
-    return _of_one_place(named, allow_e4m3=False)
+    """Arrays of one library, on one device, of one floating dtype or all float8_e4m3fn; the others are held against the first."""
+    return _of_one_place(named, first_e4m3=True)
 
 
 def queries_keys_values(**named: Any) -> dict[str, ArrayView]:
     """The same for q, keys, values and perhaps new keys and values: those may both be float8_e4m3fn, new ones only beside such."""
-    views = _of_one_place(named, allow_e4m3=True)
+    views = _of_one_place(named, others_e4m3=True)
     (first, head), *rest = views.items()
     for (k_name, k), (v_name, v) in zip(rest[::2], rest[1::2], strict=True):
         if k.dtype != v.dtype:
@@ -78,13 +78,14 @@ def queries_keys_values(**named: Any) -> dict[str, ArrayView]:
     return views
 
 
-def _of_one_place(named: dict[str, Any], allow_e4m3: bool) -> dict[str, ArrayView]:
+def _of_one_place(named: dict[str, Any], first_e4m3: bool = False, others_e4m3: bool = False) -> dict[str, ArrayView]:
     views = {name: arrays.view(array, name) for name, array in named.items()}
     (first, head), *rest = views.items()
-    arrays.check_float_dtype(head.dtype, first)
+    if not (first_e4m3 and arrays.is_e4m3(head.dtype)):
+        arrays.check_float_dtype(head.dtype, first)
     for name, a in rest:
         same_place(a, name, head, first)
-        if a.dtype != head.dtype and not (allow_e4m3 and arrays.is_e4m3(a.dtype)):
+        if a.dtype != head.dtype and not (others_e4m3 and arrays.is_e4m3(a.dtype)):
             came = f"dtype {a.dtype} differs from {first}'s {head.dtype}"
             raise TypeError(f"{name}: {came}; they must be equal, convert one of them (nothing is cast silently)")
     return views

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from array import array
 from collections.abc import Sequence
 from typing import Any
@@ -19,22 +20,22 @@ class DevicePages(PageArrays):
 
     kind = "cupy"
 
-    def __init__(self, k_pages: Any, v_pages: Any, layout: Layout) -> None:
-        super().__init__(k_pages, v_pages, layout)
+    def __init__(self, k_pages: Any, v_pages: Any, layout: Layout, k_scales: Any = None, v_scales: Any = None) -> None:
+        super().__init__(k_pages, v_pages, layout, k_scales, v_scales)
         self.device = int(k_pages.device.id)  # type: ignore[misc]
-        self._ranges = [arrays.byte_range(self._view(pages)) for pages in (k_pages, v_pages)]
+        self._ranges = [arrays.byte_range(self._view(stored)) for stored in self._stored]
 
     @staticmethod
     def empty(shape: tuple[int, ...], dtype: np.dtype, device: int) -> Any:
         import cupy
 
         with launch.place(device, None):
-            pages = cupy.empty(shape, dtype)
+            pages = cupy.empty(shape, np.uint8).view(dtype) if arrays.is_e4m3(dtype) else cupy.empty(shape, dtype)
             pages.data.memset_async(0, pages.nbytes)
         return pages
 
-    def write(self, held: Sequence[array], begins: list[int], k: Any, v: Any, layers: slice) -> None:
-        n, size = k.shape[2], self.page_size
+    def write(self, held: Sequence[array], begins: list[int], tokens: list[Any], layers: slice) -> None:
+        n, size = tokens[0].shape[2], self.page_size
         if not n or not held:
             return
         places = [divmod(begin, size) for begin in begins]  # page and row of the first token
@@ -46,22 +47,28 @@ class DevicePages(PageArrays):
             table = [row + [-1] * (columns - len(row)) for row in rows]  # in a sequence's last page the tokens end
         in_page = [row for _, row in places]
         with launch.place(self.device, None):
-            tokens = [a if self._apart(a) else self._view(x.copy()) for x, a in ((x, self._view(x)) for x in (k, v))]
-            cuda_pages.write(self._views(layers), cuda_pages.Pages(*tokens), np.array(table, np.int32), np.array(in_page, np.int32))
+            views = [a if self._apart(a) else self._view(_copy(x)) for x, a in ((x, self._view(x)) for x in tokens)]
+            numbers, rows_in_page = np.array(table, np.int32), np.array(in_page, np.int32)
+            new, stored = _pairs(views), self._views(layers)
+            if len(new) == len(stored):
+                for target, source in zip(stored, new, strict=True):
+                    cuda_pages.write(target, source, numbers, rows_in_page)
+            else:
+                cuda_pages.write(stored[0], new[0], numbers, rows_in_page, stored[1])
 
     def _apart(self, a: ArrayView) -> bool:
         """Whether tokens lie outside the pages."""
         begin, end = arrays.byte_range(a)
         return all(end <= first or last <= begin for first, last in self._ranges)
 
-    def read(self, pages: Sequence[int], length: int, layer: int | None) -> tuple[Any, Any]:
+    def read(self, pages: Sequence[int], length: int, layer: int | None) -> tuple[Any, ...]:
         layers, layered = self.layers(layer)
         stored = self._views(layers)
         made, targets = [], []
-        for a in stored:
+        for a in itertools.chain(*stored):
             count, _, _, heads, size = a.shape
             axes = (length, heads, size) if self.layout == "BSHD" else (heads, length, size)
-            copy = arrays.empty((count, *axes), self.dtype, a)
+            copy = arrays.empty((count, *axes), a.dtype, a)
             made.append(copy if layered else copy[0])
             # The same as pages, one behind the other; of the last one those tokens that there are.
             tokens = self._view(self._canonical(copy))
@@ -70,13 +77,14 @@ class DevicePages(PageArrays):
             targets.append(ArrayView(None, tokens.pointer, shape, strides, tokens.dtype, tokens.kind, tokens.device))
         if length:
             with launch.place(self.device, None):
-                cuda_pages.copy(stored, cuda_pages.Pages(*targets), pages, None, length)
-        return made[0], made[1]
+                for source, target in zip(stored, _pairs(targets), strict=True):
+                    cuda_pages.copy(source, target, pages, None, length)
+        return (*made[:2], *(x[..., 0] for x in made[2:]))
 
     def copy_pages(self, old: list[int], new: list[int]) -> None:
-        stored = self._views(slice(None))
         with launch.place(self.device, None):
-            cuda_pages.copy(stored, stored, old, new, len(old) * self.page_size)
+            for stored in self._views(slice(None)):
+                cuda_pages.copy(stored, stored, old, new, len(old) * self.page_size)
 
     def index_arrays(self, **values: np.ndarray) -> list[Any]:
         import cupy
@@ -102,8 +110,18 @@ class DevicePages(PageArrays):
     def _view(self, x: Any) -> ArrayView:
         return arrays.wrap(x, self.kind)
 
-    def _views(self, layers: slice) -> cuda_pages.Pages:
-        return cuda_pages.Pages(self._view(self._k[layers]), self._view(self._v[layers]))
+    def _views(self, layers: slice) -> list[cuda_pages.Pages]:
+        """Keys and values, and their scales if they have any."""
+        return _pairs([self._view(stored[layers]) for stored in self._stored])
+
+
+def _pairs(views: list[ArrayView]) -> list[cuda_pages.Pages]:
+    return [cuda_pages.Pages(*views[n : n + 2]) for n in range(0, len(views), 2)]
+
+
+def _copy(x: Any) -> Any:
+    """Also of dtypes that CuPy does not compute with."""
+    return x.view(f"u{x.dtype.itemsize}").copy().view(x.dtype)
 
 
 def ordinal(device: Any) -> int:

@@ -146,13 +146,15 @@ def sinks(value: Any, problem: Problem) -> np.ndarray | None:
     return logits
 
 
-def dtype(value: Any, name: str) -> np.dtype:
-    """A floating dtype that attention takes, by whatever name NumPy knows it."""
+def dtype(value: Any, name: str, e4m3: bool = False) -> np.dtype:
+    """A floating dtype that attention takes, by whatever name NumPy knows it; or float8_e4m3fn, if ``e4m3``."""
     try:
         found = np.dtype(value)
     except (TypeError, ValueError):
-        raise TypeError(f"{name}: got {value!r}, which is no dtype; allowed are {', '.join(arrays.FLOATS)}") from None
-    arrays.check_float_dtype(found, name)
+        allowed = ", ".join((*arrays.FLOATS, *((arrays.E4M3,) if e4m3 else ())))
+        raise TypeError(f"{name}: got {value!r}, which is no dtype; allowed are {allowed}") from None
+    if not (e4m3 and arrays.is_e4m3(found)):
+        arrays.check_float_dtype(found, name)
     return found
 
 
@@ -230,7 +232,11 @@ def kv_scale(value: Any, name: str, a: ArrayView, q: ArrayView, layout: str) -> 
             scale = arrays.expand(scale, 0)
         if scale.shape != users:
             raise ValueError(f"{name}: shape {tuple(value.shape)}; it must be a number, {heads}, or {users} (layout {layout!r})")
-        return scale if layout == "BSHD" else arrays.transpose(scale, swap)
+        scale = scale if layout == "BSHD" else arrays.transpose(scale, swap)
+        *batch, token, head = scale.strides
+        if scale.shape[-2] == 1 and token == 0:  # by which scales of heads are told
+            scale = arrays.strided(scale, scale.shape, (*batch, scale.dtype.itemsize, head))
+        return scale
     if arrays.on_device(value):
         scale = checks.array_like(value, name, q)
         checks.dtype(scale, name, np.dtype(np.float32))

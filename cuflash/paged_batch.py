@@ -23,6 +23,8 @@ class PagedBatch:
     ----------
     k_pages, v_pages : ndarray
         As those of the cache; without the axis of layers once ``layer`` has picked one.
+    k_scales, v_scales : ndarray or None
+        Likewise: ``k_scale`` and ``v_scale`` of a call.
     page_table : ndarray
         (B, max_pages) int32, -1 after the last page of a sequence.
     kv_lengths : ndarray
@@ -49,13 +51,16 @@ class PagedBatch:
     memory: Any = field(default=None, repr=False)
     numbers: Any = field(default=None, repr=False)
     stored: Any = field(default=None, repr=False)
+    k_scales: Any = field(default=None, repr=False)
+    v_scales: Any = field(default=None, repr=False)
 
     def layer(self, index: int) -> PagedBatch:
         """The same sequences in one layer of a cache made with ``num_layers``."""
         if self.k_pages.ndim != 5:
             raise ValueError("layer: these pages have no axis of layers (the cache was made without num_layers)")
         index = checks.integer(index, "layer", 0, len(self.k_pages) - 1)
-        return replace(self, k_pages=self.k_pages[index], v_pages=self.v_pages[index])
+        whole = {name: getattr(self, name) for name in ("k_pages", "v_pages", "k_scales", "v_scales")}
+        return replace(self, **{name: a[index] for name, a in whole.items() if a is not None})
 
 
 def parts(memory: Any, rows: int, columns: int) -> tuple[Any, Any, Any]:

@@ -246,7 +246,7 @@ class Launch:
         q, k_new, v_new, cos, sin, lengths, table, start, k, v = at
         turned, after = (scratch + self.q_at if self.turns else 0), (scratch + self.after_at if self.counts else 0)
         if self.append is not None:
-            self.append(q, k_new, v_new, cos, sin, lengths, table, turned, k, v, after)
+            self.append(q, k_new, v_new, cos, sin, lengths, table, turned, k, v, after, 0, 0)
         rest = (0, 0, after or lengths, start, 0, 0, 0, 0, 0, table)
         self.attend(turned or q, k, v, out, lse, *rest[: self.indices])
 

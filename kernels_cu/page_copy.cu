@@ -42,7 +42,8 @@ __device__ __forceinline__ void copy_piece(
     if (bytes == 16) move_piece<uint4>(source, target);
     else if (bytes == 8) move_piece<u64>(source, target);
     else if (bytes == 4) move_piece<u32>(source, target);
-    else move_piece<u16>(source, target);
+    else if (bytes == 2) move_piece<u16>(source, target);
+    else move_piece<u8>(source, target);
 }
 
 __device__ __forceinline__ void page_copy(const PageCopyParams& p) {

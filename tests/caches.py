@@ -20,13 +20,13 @@ def make(poison=True, **options):
     return cache
 
 
-def tokens(cache, n, seed=0, batch=None, layers=False):
-    """Random (k, v) of n tokens in the shapes that append and write take."""
+def tokens(cache, n, seed=0, batch=None, layers=False, dtype=None):
+    """Random (k, v) of n tokens in the shapes that append and write take; in the cache's dtype if not given another."""
     rng = np.random.default_rng(seed)
     lead = (*((cache.num_layers,) if layers else ()), *(() if batch is None else (batch,)))
     axes = (n, cache.heads_kv) if cache.layout == "BSHD" else (cache.heads_kv, n)
     return tuple(
-        rng.standard_normal((*lead, *axes, size)).astype(cache.dtype) for size in (cache.head_dim, cache.head_dim_v)
+        rng.standard_normal((*lead, *axes, size)).astype(dtype or cache.dtype) for size in (cache.head_dim, cache.head_dim_v)
     )
 
 
@@ -38,8 +38,7 @@ def state(cache):
         cache.free_pages,
         list(cache._sequences.pool.free),
         list(cache._sequences.pool.holders),
-        cache.k_pages.tobytes(),
-        cache.v_pages.tobytes(),
+        *(pages.tobytes() for pages in (cache.k_pages, cache.v_pages, cache.k_scales, cache.v_scales) if pages is not None),
     )
 
 

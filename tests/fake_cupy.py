@@ -21,7 +21,7 @@ from numpy.lib.stride_tricks import as_strided
 
 import cuflash
 from cuflash import device, jit, launch
-from cuflash.backends import cuda, cuda_append, cuda_merge, cuda_pages
+from cuflash.backends import append, cuda, cuda_append, cuda_merge, cuda_pages
 from cuflash.types import INDICES
 
 ALIGNMENT = 256
@@ -62,6 +62,9 @@ class FakeArray:
     @property
     def nbytes(self) -> int:
         return self.host.nbytes
+
+    def view(self, dtype: Any) -> FakeArray:
+        return self._view(self.host.view(dtype))
 
     def swapaxes(self, a: int, b: int) -> FakeArray:
         return self._view(self.host.swapaxes(a, b))
@@ -150,8 +153,11 @@ class Gpu:
         def run(grid: tuple, block: tuple, args: tuple, shared: int = 0, stream: Any = None) -> None:
             (params,) = args
             assert params.dtype.fields is None and params.shape == (1,) and shared == shared_memory
+            scales = {}
             if source.name.startswith("decode"):  # whose struct begins with the other
-                params = params.view(launch.DECODE_PARAMS)["prefill"]
+                params = params.view(launch.DECODE_PARAMS)
+                scales = scales_of(params[0]) if "_e4m3_" in source.name else {}
+                params = params["prefill"]
             params = params.view(STRUCTS.get(source.file, launch.PREFILL_PARAMS))
             for hook in self.before:
                 hook(params)
@@ -159,7 +165,7 @@ class Gpu:
             now = self.current()
             on = now.stream if stream is None else stream.ptr
             self.launches.append(SimpleNamespace(name=source.name, grid=grid[0], device=now.device, stream=on, params=p, ordinal=ordinal))
-            compute(source.name, p)
+            compute(source.name, p, scales)
 
         return run
 
@@ -195,13 +201,27 @@ def clear(name: str, p: np.ndarray) -> None:
         memory(p["lse"], np.float32, (heads, rows), [p["lse_stride"][n] for n in (2, 1)])[:, unowned] = -np.inf
 
 
-def append_rows(p: np.ndarray, dtype: Any) -> None:
-    """What kv_append writes, key by key."""
-    item = np.dtype(dtype).itemsize
+def scales_of(p: np.ndarray) -> dict[str, Any]:
+    """k_scale and v_scale of a launch of decode."""
+    prefill = p["prefill"]
+    stored = ("pages", "page_size") if prefill["page_table"] else ("batch", "k_rows")
+    shape = tuple(int(prefill[x]) for x in (*stored, "heads_kv"))
+    return {
+        name: memory(p[name], np.float32, shape, p[f"{name}_stride"][:3]) if p[name] else float(p[f"{name[0]}_factor"])
+        for name in launch.SCALES
+    }
+
+
+def append_rows(p: np.ndarray, dtype: Any, kv: Any) -> None:
+    """What kv_append writes, key by key; quantized, where the caches are ``kv``, e4m3, and the new keys are not."""
+    quantizes = np.dtype(kv) != dtype
     number = {name: int(p[name]) for name in p.dtype.names if p.dtype[name].kind in "iu" and p.dtype[name].shape == ()}
     n, rows, d, hk, hq = (number[name] for name in ("new_keys", "q_rows", "head_dim", "heads_kv", "heads_q"))
-    dv = number["v_units"] * (16 // item if number["v_vector"] else 1)
-    batch = number["v_total"] // (number["v_units"] * hk * n) if n else number["q_total"] // (number["q_units"] * hq * rows)
+    units = number["v_units"]
+    dv = units * (16 // np.dtype(dtype).itemsize if number["v_vector"] else 1)
+    if quantizes:
+        units, dv = cuda_append.ROW, number["head_dim_v"]
+    batch = number["v_total"] // (units * hk * n) if n else number["q_total"] // (number["q_units"] * hq * rows)
     lengths = memory(p["lengths"], np.int32 if number["lengths_i32"] else np.int64, (batch,), (1,)).copy()
     table = memory(p["page_table"], np.int32, (batch, number["max_pages"]), (number["max_pages"], 1)) if p["page_table"] else None
 
@@ -223,9 +243,17 @@ def append_rows(p: np.ndarray, dtype: Any) -> None:
         result[..., first], result[..., second] = a * cos - b * sin, b * cos + a * sin
         return result
 
-    def row(name: str, b: int, r: int, heads: int, size: int) -> np.ndarray:
+    def row(name: str, b: int, r: int, heads: int, size: int, dtype: Any = dtype) -> np.ndarray:
         stride = p[f"{name}_stride"]
-        return memory(int(p[name]) + item * int(b * stride[0] + r * stride[1]), dtype, (heads, size), stride[2:])
+        return memory(int(p[name]) + np.dtype(dtype).itemsize * int(b * stride[0] + r * stride[1]), dtype, (heads, size), stride[2:])
+
+    def store(name: str, place: tuple, size: int, values: np.ndarray) -> None:
+        if quantizes:
+            scale = row(f"{name}_scale", *place, hk, 1, np.float32)[:, 0] if p[f"{name}_scale"] else np.full(hk, p[f"{name}_factor"])
+            values, found = append.quantized(values, None if number[f"{name}_by_token"] else scale)
+            if number[f"{name}_by_token"]:
+                scale[...] = found
+        row(name, *place, hk, size, kv)[...] = values
 
     for b in range(batch):
         before, fits = int(lengths[b]), 0 <= lengths[b] <= number["capacity"] - n
@@ -236,17 +264,19 @@ def append_rows(p: np.ndarray, dtype: Any) -> None:
                 slot, rest = divmod(before + t, number["page_size"])
                 place = table[b, slot], rest
             if table is None or 0 <= place[0] < number["pages"]:
-                row("k", *place, hk, d)[...] = turned(row("k_new", b, t, hk, d), before + t)
-                row("v", *place, hk, dv)[...] = row("v_new", b, t, hk, dv)
+                store("k", place, d, turned(row("k_new", b, t, hk, d), before + t))
+                store("v", place, dv, row("v_new", b, t, hk, dv))
         for r in range(rows if number["pairs"] else 0):
-            memory(int(p["q_turned"]) + item * (b * rows + r) * hq * d, dtype, (hq, d), (d, 1))[...] = turned(
+            memory(int(p["q_turned"]) + np.dtype(dtype).itemsize * (b * rows + r) * hq * d, dtype, (hq, d), (d, 1))[...] = turned(
                 row("q", b, r, hq, d), r if number["upper_left"] else after - rows + r
             )
         if number["lengths_total"]:
             memory(p["lengths_after"], np.int32, (batch,), (1,))[b] = after
 
 
-TYPES = {"fp16": np.float16, "bf16": ml_dtypes.bfloat16, "fp32": np.float32, "fp64": np.float64}
+TYPES = {
+    "fp16": np.float16, "bf16": ml_dtypes.bfloat16, "fp32": np.float32, "fp64": np.float64, "e4m3": ml_dtypes.float8_e4m3fn,
+}
 
 
 def merge(p: np.ndarray, dtype: Any) -> None:
@@ -293,13 +323,14 @@ def row_of_page(p: np.ndarray, name: str, at: tuple, item: int, shape: tuple[int
     return np.asarray(SimpleNamespace(__array_interface__=interface))
 
 
-def compute(name: str, p: np.ndarray) -> None:
-    """What an instance of prefill_fa2 or decode writes, by the oracle."""
+def compute(name: str, p: np.ndarray, scales: dict[str, Any]) -> None:
+    """What an instance of prefill_fa2 or decode writes, by the oracle; with ``scales``, keys and values are of e4m3."""
     if name.startswith("clear_rows"):
         clear(name, p)
         return
     if name.startswith("kv_append"):
-        append_rows(p, TYPES[name.removeprefix("kv_append_")])
+        types = [TYPES[short] for short in name.removeprefix("kv_append_").split("_")]
+        append_rows(p, types[0], types[-1])
         return
     if name.startswith("merge_states"):
         merge(p, TYPES[name.removeprefix("merge_states_")])
@@ -313,8 +344,10 @@ def compute(name: str, p: np.ndarray) -> None:
     packed = 1 if p["cu_seqlens_q"] else 0  # arrays without a batch axis
     q = memory(p["q"], dtype, (b, rows, hq, d)[packed:], p["q_stride"][packed:])
     stored = (int(p["pages"]), int(p["page_size"])) if p["page_table"] else (b, keys)
-    k = memory(p["k"], dtype, (*stored, hk, d)[packed:], p["k_stride"][packed:])
-    v = memory(p["v"], dtype, (*stored, hk, dv)[packed:], p["v_stride"][packed:])
+    kv, words = (ml_dtypes.float8_e4m3fn, 2) if scales else (dtype, 1)  # that strides are counted in; of columns it is 1
+    k_stride, v_stride = ((*(words * p[name][:3]), 1 if scales else p[name][3]) for name in ("k_stride", "v_stride"))
+    k = memory(p["k"], kv, (*stored, hk, d)[packed:], k_stride[packed:])
+    v = memory(p["v"], kv, (*stored, hk, dv)[packed:], v_stride[packed:])
     out = memory(p["out"], dtype, (b, rows, hq, dv)[packed:], p["out_stride"][packed:])
     window = tuple(-1 if p[x] == launch.NO_LIMIT else int(p[x]) for x in ("window_left", "window_right"))
     options: dict[str, Any] = {"window": window, "scale": float(p["scale"]) / launch.LOG2E, "backend": "reference"}
@@ -330,7 +363,7 @@ def compute(name: str, p: np.ndarray) -> None:
     function, cu = cuflash.attention, []
     if packed:
         function, cu = cuflash.attention_varlen, [index.pop("cu_seqlens_q"), index.pop("cu_seqlens_k")]
-    result, lse = function(q, k, v, *cu, return_lse=True, **index, **options)
+    result, lse = function(q, k, v, *cu, return_lse=True, **index, **scales, **options)
     written = slice(cu[0][0], cu[0][-1]) if packed else slice(None)
     if packed and "flat" not in name:
         assert (np.diff(cu[0]) <= p["m_tiles"] * p["tile_rows"]).all(), "the fake computes whole sequences"

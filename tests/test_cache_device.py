@@ -5,10 +5,11 @@ from __future__ import annotations
 import cache_twins
 import numpy as np
 import pytest
+from caches import tokens
 from fake_cupy import FakeArray, pretended_gpus
 
 import cuflash
-from cuflash import PagedKVCache, staging
+from cuflash import NoBackendError, PagedKVCache, staging
 
 
 @pytest.fixture
@@ -35,13 +36,14 @@ def test_the_same_as_on_the_host(gpu, form):
     assert gpu.waited == 0
 
 
-@pytest.mark.parametrize("form", ["plain", "layers, heads first"])
+@pytest.mark.parametrize("form", ["plain", "layers, heads first", "float8"])
 def test_exchange(gpu, form):
     cache_twins.exchange(twins(form))
 
 
-def test_kinds_that_do_not_mix(gpu):
-    cache_twins.refuses(twins())
+@pytest.mark.parametrize("form", ["plain", "float8"])
+def test_kinds_that_do_not_mix(gpu, form):
+    cache_twins.refuses(twins(form))
 
 
 def launched(gpu, call):
@@ -65,6 +67,24 @@ def test_how_many_launches(gpu):
     assert launched(gpu, t.device.defragment) == ["page_copy_kv"]
     assert launched(gpu, t.device.defragment) == []
     assert t.device.page_table().host.max() == t.device.num_pages - t.device.free_pages - 1
+
+
+def test_how_many_launches_of_float8(gpu):
+    """Quantizing takes one; scales that come with their tokens, and copies, one more."""
+    t = twins("float8")
+    seq = t.both("new_sequence")
+    k, v = map(there, tokens(t.host, 6, layers=True, dtype=np.float16))
+    assert launched(gpu, lambda: t.device.append(seq, k, v)) == ["kv_append_fp16_e4m3"]
+    k, v, k_scale, v_scale = t.device.gather(seq)
+    fork = t.device.fork(seq)
+    names = launched(gpu, lambda: t.device.append(fork, k, v, k_scale=k_scale, v_scale=v_scale))
+    assert names == ["page_copy_kv", "page_copy_kv", "kv_append_e4m3", "kv_append_fp32"]
+    assert launched(gpu, lambda: t.device.gather(seq)) == ["page_copy_kv"] * 2
+    wide = PagedKVCache(num_pages=4, page_size=4, heads_kv=1, head_dim=257, dtype=t.host.dtype, device="cuda")
+    seq = wide.new_sequence()
+    with pytest.raises(NoBackendError, match="head sizes 257 and 257; it quantizes up to 256 numbers a head"):
+        wide.append(seq, FakeArray((3, 1, 257)), FakeArray((3, 1, 257)))
+    assert wide.lengths == {seq: 0} and wide.free_pages == 4
 
 
 def test_work_goes_to_the_cache_s_device_and_to_the_current_stream(gpu):
@@ -186,13 +206,34 @@ def test_nothing_is_captured_and_nothing_is_lost_by_trying(gpu):
     t.check()
 
 
-def test_tokens_that_lie_in_the_pages_themselves(gpu):
-    t = twins()
+@pytest.mark.parametrize("form", ["plain", "float8"])
+def test_tokens_that_lie_in_the_pages_themselves(gpu, form):
+    t = twins(form)
     seq = t.both("new_sequence")
     t.both("append", seq, *t.tokens(8))
     for cache in (t.host, t.device):
-        cache.write(seq, cache.k_pages[0][:3], cache.v_pages[0][:3], position=1)
+        at = (slice(None), 0, slice(3)) if t.layered else (0, slice(3))
+        scales = {"k_scale": cache.k_scales[at], "v_scale": cache.v_scales[at]} if form == "float8" else {}
+        cache.write(seq, cache.k_pages[at], cache.v_pages[at], position=1, **scales)
     t.check()
+
+
+def test_scales_in_pages_of_one_token_whose_axis_has_no_stride(gpu):
+    pages = (there(np.zeros((4, 1, 2, 8), np.uint8).view(cache_twins.E4M3)) for _ in "kv")
+    k_scales, v_scales = (there(np.zeros((4, 2), np.float32))[:, None] for _ in "kv")
+    assert k_scales.strides[1] == 0
+    cache = PagedKVCache.from_pages(*pages, k_scales=k_scales, v_scales=v_scales)
+    x = np.random.default_rng(0).standard_normal((3, 2, 8)).astype(np.float16)
+    seq = cache.new_sequence()
+    cache.append(seq, there(x), there(x))
+    codes, scale = cuflash.quantize_kv(x)
+    for got, want in zip(cache.gather(seq), (codes, codes, scale, scale), strict=True):
+        assert back(got).tobytes() == want.tobytes()
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_decode_over_a_batch_of_float8(gpu, shared):
+    cache_twins.decodes_float8(there, back, shared)
 
 
 def test_decode_over_a_batch(gpu):

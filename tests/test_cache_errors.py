@@ -161,8 +161,10 @@ def test_constructor_kinds():
     for dtype in (None, "nonsense", np.uint16, np.int8):
         with pytest.raises(TypeError, match="dtype: "):
             make(dtype=dtype)
-    with pytest.raises(NotImplementedError, match="dtype: float8_e4m3fn arrays are not supported yet"):
-        make(dtype=ml_dtypes.float8_e4m3fn)
+    with pytest.raises(NotImplementedError, match="dtype: float8_e5m2 arrays are not supported yet"):
+        make(dtype=ml_dtypes.float8_e5m2)
+    with pytest.raises(TypeError, match="dtype: got 'nonsense', which is no dtype; allowed are .*float64, float8_e4m3fn"):
+        make(dtype="nonsense")
     with pytest.raises(ValueError, match="layout: got 'SBHD'; allowed are 'BSHD', 'BHSD'"):
         make(layout="SBHD")
     assert make(head_dim_v=None).v_pages.shape[-1] == 8

@@ -41,6 +41,11 @@ def test_exchange_and_kinds(form):
     cache_twins.refuses(cache_twins.Twins(there, back, 0, **cache_twins.FORMS[form]))
 
 
+@pytest.mark.parametrize("shared", [False, True])
+def test_decode_over_a_batch_of_float8(shared):
+    cache_twins.decodes_float8(there, back, shared)
+
+
 class Sequences:
     """Sequences in a cache on the GPU, and their keys and values on the host."""
 

@@ -20,6 +20,7 @@ if reason is not None:
     pytest.skip(f"kernels cannot be emulated here: {reason}", allow_module_level=True)
 
 INF = float("inf")
+E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
 
 
 @pytest.fixture(scope="module")
@@ -159,7 +160,7 @@ def copied(emulator: Any, pairs: list, count: int, tokens: int, lists: dict[str,
             a.write_back()
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", [*DTYPES, E4M3], ids=str)
 @pytest.mark.parametrize("sizes", [(16, 8), (5, 3), (64, 64)], ids=str)
 @pytest.mark.parametrize("layout", ["BSHD", "BHSD"])
 def test_pages_to_other_pages(emulator, dtype, sizes, layout):

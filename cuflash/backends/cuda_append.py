@@ -124,7 +124,7 @@ def appended(problem: Problem, new: Append) -> Iterator[Problem]:
 def prepare(problem: Problem, new: Append, ready: Problem) -> launch.Prepared | None:
     """The launch for calls that differ in addresses alone, where lengths and page table are on the device; None if it has no threads.
 
-    It takes the first eleven members of the struct. ``ready`` is the problem that `appended` left.
+    It takes the first members of the struct, up to the addresses of scales. ``ready`` is the problem that `appended` left.
     """
     threads, params = pack(
         problem, new, None if ready.q is problem.q else ready.q, None if ready.kv_lengths is problem.kv_lengths else ready.kv_lengths, {},
@@ -132,7 +132,7 @@ def prepare(problem: Problem, new: Append, ready: Problem) -> launch.Prepared | 
     if not threads:
         return None
     function = jit.function(source_for(problem, new), problem.q.device)
-    return launch.Prepared([launch.Step(function, -(-threads // THREADS), THREADS)], params, addresses=11)
+    return launch.Prepared([launch.Step(function, -(-threads // THREADS), THREADS)], params, addresses=13)
 
 
 def quantize(x: ArrayView, codes: ArrayView, scale: ArrayView | float) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -14,7 +15,7 @@ from . import cuda_append
 
 THREADS = 128  # of a block, PAGE_COPY_THREADS in page_copy.cu
 INT32_MAX = 2**31 - 1
-# The instance that moves numbers of so many bytes.
+# The instance that moves numbers of so many bytes; those of one are e4m3.
 BITS: dict[int, np.dtype] = {2: np.dtype(np.float16), 4: np.dtype(np.float32), 8: np.dtype(np.float64)}
 
 PAGE_STRIDES = np.dtype((np.int64, 5))  # layer, page, token, head, column, in bytes
@@ -102,17 +103,17 @@ def copy(old: Pages, new: Pages, pages_from: Sequence[int], pages_to: Sequence[i
         launch.launch(function, blocks, THREADS, 0, params, launch.stream_pointer(None))
 
 
-def write(pages: Pages, tokens: Pages, table: np.ndarray, begins: np.ndarray) -> None:
+def write(pages: Pages, tokens: Pages, table: np.ndarray, begins: np.ndarray, scales: Pages | None = None) -> None:
     """Store tokens (layers, B, n, heads, columns) from row ``begins[b]`` of the pages ``table[b]`` on, on CuPy's current stream.
 
-    ``table`` and ``begins`` are int32.
+    ``table`` and ``begins`` are int32. With ``scales``, of one column, pages are of e4m3, and get quantized what is of another dtype.
 
     Raises
     ------
     NoBackendError
         If the kernel cannot run; nothing is written.
     """
-    layers, views = pages.k.shape[0], (*tokens, *pages)
+    layers, views = pages.k.shape[0], (*tokens, *pages, *(scales or ()))
     can_fold = 1 < layers <= INT32_MAX // pages.k.shape[1]  # numbers of pages are int32
     folded = [_folded(a) for a in views] if can_fold else [None]
     parts: list[Any] = [folded]
@@ -123,21 +124,32 @@ def write(pages: Pages, tokens: Pages, table: np.ndarray, begins: np.ndarray) ->
         begins = np.tile(begins, layers)
     with launch.uploaded({"begins": begins, "table": table}) as at:
         for part in parts:
-            forms = tuple((a.shape, a.strides, a.dtype.itemsize, a.pointer % 16) for a in part)
-            k_new, v_new, k, v = (a.pointer for a in part)
-            append_launch(forms, table.shape[1], pages.k.device)(0, k_new, v_new, 0, 0, at["begins"], at["table"], 0, k, v, 0)
+            forms = tuple(
+                (a.shape, a.strides, a.dtype if scales else BITS.get(a.dtype.itemsize, a.dtype), a.pointer % 16) for a in part
+            )
+            k_new, v_new, k, v, *rest = (a.pointer for a in part)
+            prepared = append_launch(forms, table.shape[1], pages.k.device)
+            prepared(0, k_new, v_new, 0, 0, at["begins"], at["table"], 0, k, v, 0, *(rest or (0, 0)))
 
 
 @functools.lru_cache(maxsize=256)
 def append_launch(forms: tuple, columns: int, ordinal: int) -> launch.Prepared:
     """The launch of kv_append.cu on tokens (B, n, ...) and pages (pages, page_size, ...) that lie so; see `cuda_append.prepare`."""
-    k_new, v_new, k, v = (ArrayView(None, place, shape, strides, BITS[item], "cupy", ordinal) for shape, strides, item, place in forms)
+    k_new, v_new, k, v, *scales = (
+        ArrayView(None, place, shape, strides, dtype, "cupy", ordinal) for shape, strides, dtype, place in forms
+    )
+    # Of pages of one token their stride may be 0, which would say that all tokens share the scale.
+    by_token: list[ArrayView | None] = [
+        dataclasses.replace(a, shape=a.shape[:-1], strides=(a.strides[0], a.strides[1] or 4, a.strides[2])) for a in scales
+    ]
+    k_scale, v_scale = by_token or (None, None)
     batch = k_new.shape[0]
     problem = Problem(
         q=k_new, k=k, v=v, batch=batch, heads_q=k.shape[2], heads_kv=k.shape[2], head_dim=k.shape[3], head_dim_v=v.shape[3],
         seqlen_q=k_new.shape[1], seqlen_k=columns * k.shape[1], page_table=np.empty((batch, columns), np.int32), page_size=k.shape[1],
+        k_scale=k_scale, v_scale=v_scale,
     )
-    new = Append(np.empty(batch, np.int32), k_new, v_new)
+    new = Append(np.empty(batch, np.int32), k_new, v_new, quantizes=bool(scales))
     reason = cuda_append.decline(problem, new)
     if reason is not None:
         raise NoBackendError(f"tokens cannot be written to the pages: {reason}")
