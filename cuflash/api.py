@@ -132,15 +132,16 @@ def attention(
     key = signed = None
     plain = (
         bias is None and mask is None and alibi_slopes is None and sinks is None and score_mod is None and mask_mod is None
-        and mod_args is None and q_scale is None and k_scale is None and v_scale is None
+        and mod_args is None and q_scale is None
     )
-    if plain and (page_table is not None or not (kv_lengths is None or arrays.on_device(kv_lengths))):
+    scaled = k_scale is not None or v_scale is not None
+    if plain and (page_table is not None or scaled or not (kv_lengths is None or arrays.on_device(kv_lengths))):
         signed = warm_decode.signature(
             q, k, v, kv_lengths, page_table, layout,
             {
                 "causal": causal, "window": window, "scale": scale, "softcap": softcap, "score": score, "precision": precision,
                 "num_splits": num_splits, "batch_invariant": batch_invariant, "out_dtype": out_dtype, "kernel": kernel,
-                "backend": backend, "kv_start": kv_start,
+                "backend": backend, "kv_start": kv_start, "k_scale": k_scale, "v_scale": v_scale,
             },
         )
         results = warm_decode.run(signed, out, lse, return_lse, stream)

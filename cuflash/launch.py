@@ -212,20 +212,26 @@ class Step(NamedTuple):
     shared_memory: int = 0
 
 
+_TWO_ADDRESSES = struct.Struct("=2Q")
+
+
 class Prepared:
     """Launches that lack nothing but addresses: they are the first members of the parameter struct that all of them get.
+
+    With ``scales_at``, the last two addresses of a call are those of k_scale and v_scale, which lie so many bytes into the struct.
 
     A call writes them into memory of its own, taken from a list of such that are free: no two calls share it, whether they
     come from two threads or one interrupts the other. CUDA has copied the struct when the launch returns.
     """
 
-    __slots__ = ("_before", "_fill", "_free", "_last", "_params", "_write")
+    __slots__ = ("_before", "_fill", "_free", "_last", "_params", "_scales_at", "_write")
 
     def __init__(
         self, steps: Sequence[Step], params: np.ndarray, addresses: int,
-        fill: Callable[[bytearray], contextlib.AbstractContextManager[None]] | None = None,
+        fill: Callable[[bytearray], contextlib.AbstractContextManager[None]] | None = None, scales_at: int | None = None,
     ):
         self._fill = fill  # puts in what is allocated for each call; it is there inside
+        self._scales_at = scales_at
         *self._before, self._last = ((s.function, (s.grid, 1, 1), (s.threads, 1, 1), s.shared_memory) for s in steps)
         self._params = params.tobytes()
         self._write = struct.Struct(f"={addresses}Q").pack_into
@@ -238,6 +244,9 @@ class Prepared:
         except IndexError:
             memory = bytearray(self._params)
             mine = memory, (by_value(np.frombuffer(memory, f"V{len(memory)}")),)  # see `opaque`
+        if self._scales_at is not None:
+            _TWO_ADDRESSES.pack_into(mine[0], self._scales_at, *addresses[-2:])
+            addresses = addresses[:-2]
         self._write(mine[0], 0, *addresses)
         if self._fill is None:
             self._launch(mine[1])
@@ -400,6 +409,12 @@ def scale_values(problem: Problem, pointers: Mapping[str, int]) -> dict[str, Any
         else:
             values[f"{name[0]}_factor"] = one
     return values
+
+
+def scale_views(problem: Problem) -> tuple[ArrayView | None, ...]:
+    """k_scale and v_scale that are on the device, None for others; () if neither is."""
+    views = tuple(a if a is not None and a.device != HOST else None for a in (problem.k_scale, problem.v_scale))
+    return views if views != (None, None) else ()
 
 
 def page_entries(table: np.ndarray) -> np.ndarray:

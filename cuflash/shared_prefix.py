@@ -284,7 +284,7 @@ class Call:
             with launch.scratch((total,), np.dtype(np.uint8), device) as memory:
                 q_moved, prefix_out, prefix_lse, own_lse = (memory.pointer + place for place in places)
                 lse = lse or own_lse
-                lengths, start, rest = indices[2], indices[3], indices[4:]
+                lengths, start, rest = indices[2], indices[3], indices[4:]  # behind the indices come scales, if any
                 move(q, 0, q_moved, 0)
                 over_prefix(q_moved, k, v, prefix_out, prefix_lse, 0, 0, start, 0, *rest)
                 over_own(q, k, v, out, lse, *indices)

@@ -1,8 +1,9 @@
 """Warm calls over caches on a GPU: decode(), and attention() with a page table or with lengths of the host.
 
-Caches are dense or paged, with or without new keys and a rotary embedding; a page table is on the device. As warm.py keeps the launch
-of a plain attention(), this keeps the two of such a call: the one that appends and turns, and the attention over what is then in the
-caches. A further call of the same signature looks at addresses alone, and at lengths that come from the host, which it copies.
+Caches are dense or paged, with or without new keys and a rotary embedding; a page table is on the device. Scales of float8 are there
+too, or numbers. As warm.py keeps the launch of a plain attention(), this keeps the two of such a call: the one that appends and turns,
+and the attention over what is then in the caches. A further call of the same signature looks at addresses alone, and at lengths that
+come from the host, which it copies.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import numpy as np
 from . import arrays, backends, device, host, launch, staging, warm
 from .types import HOST, Append, ArrayView, Plan, Problem
 
+NUMBERS = (int, float, np.float32, np.float64)
 launches: warm.Kept = warm.Kept(warm.MOST)  # (signature, signature of the results) -> Launch
 SCRATCH_ALIGNMENT = 256
 CHANGING = 3  # of the arrays in Given: new with each step of a model, while the others stay
@@ -34,6 +36,8 @@ class Given(NamedTuple):
     kv_lengths: Any
     page_table: Any  # or cache_batch_index
     kv_start: Any
+    k_scale: Any  # or a number, which is part of the signature
+    v_scale: Any
     k: Any
     v: Any
 
@@ -53,7 +57,7 @@ def signature(
     """A call that may be warm; None if more than its lengths is not on a device, or if it has options that have no signature."""
     if not arrays.on_device(q) or kv_lengths is None or (k_new is None) is not (v_new is None) or host.checks():
         return None
-    own = warm.key_of(q, k, v, layout, options, ("kv_start", "stream"))
+    own = warm.key_of(q, k, v, layout, options, ("kv_start", "stream", *launch.SCALES))
     if own is None or own[0][0] == HOST or (page_table is not None and cache_batch_index is not None):
         return None
     cos = sin = style = None
@@ -63,7 +67,11 @@ def signature(
         cos, sin, style = rope
     table = cache_batch_index if page_table is None else page_table
     lengths, of_host = (kv_lengths, None) if arrays.on_device(kv_lengths) else (None, kv_lengths)
-    given = Given(q, k_new, v_new, cos, sin, lengths, table, options.get("kv_start"), k, v)
+    k_scale, v_scale, numbers = options.get("k_scale"), options.get("v_scale"), None
+    if k_scale is not None or v_scale is not None:
+        numbers = tuple(x if type(x) in NUMBERS else None for x in (k_scale, v_scale))
+        k_scale, v_scale = (x if number is None else None for x, number in zip((k_scale, v_scale), numbers, strict=True))
+    given = Given(q, k_new, v_new, cos, sin, lengths, table, options.get("kv_start"), k_scale, v_scale, k, v)
     lie = []
     for a in given[1:-2]:
         lies = None if a is None else arrays.key(a)
@@ -72,7 +80,7 @@ def signature(
         lie.append(lies)
     # How wide the kernel's copies are depends on the address of each; `key_of` has the three in one.
     aligned = tuple(a.data.ptr % arrays.ALIGNMENT for a in (q, k, v))
-    return Signed((own, style, page_table is None, aligned, *lie), given, of_host)
+    return Signed((own, style, page_table is None, aligned, numbers, *lie), given, of_host)
 
 
 def run(signed: Signed | None, out: Any, lse: Any, return_lse: Any, stream: Any) -> Any:
@@ -159,8 +167,8 @@ class Launch:
     Parameters
     ----------
     attend : callable
-        Takes the addresses of q, k, v, out, lse and of the index arrays of `launch.index_views`, and launches on CuPy's current device
-        and stream.
+        Takes the addresses of q, k, v, out, lse and of the arrays of `launch.index_views` and `launch.scale_views`, and launches on
+        CuPy's current device and stream.
     append : callable, optional
         Takes the first addresses of the struct of kv_append.cu, and launches likewise; None if there is nothing to append or turn.
     problem, new, ready, user
@@ -188,12 +196,16 @@ class Launch:
             (-(-size // SCRATCH_ALIGNMENT) * SCRATCH_ALIGNMENT for size in sizes), initial=0,
         )
         self.batch, (self.lowest, self.highest) = problem.batch, bounds(problem, new)
-        self.indices = len(launch.index_views(ready))
+        self.indices, scales = len(launch.index_views(ready)), launch.scale_views(ready)
+        self.scaled = bool(scales)
+        k_scale, v_scale = scales or (None, None)
         rope = None if new is None else new.rope
         views = Given(
             problem.q, None if new is None else new.k_new, None if new is None else new.v_new, rope and rope.cos, rope and rope.sin,
-            problem.kv_lengths, problem.page_table, problem.kv_start, problem.k, problem.v,
+            problem.kv_lengths, problem.page_table, problem.kv_start, k_scale, v_scale, problem.k, problem.v,
         )
+        by_token = [name for name in launch.SCALES if (a := getattr(views, name)) is not None and a.by_token]
+        self.found = [Given._fields.index(name) for name in by_token if self.writes and new is not None and new.quantizes]
         self.spans = [(0, 0) if a is None else warm.span(a) for a in views]
         self.out_span, self.lse_span = (None if a is None else warm.span(a) for a in (problem.out, problem.lse))
         self.apart = problem.v.pointer - problem.k.pointer  # as keys and values were found not to share an element
@@ -243,12 +255,13 @@ class Launch:
         return (out, lse) if self.return_lse else out
 
     def _launch(self, at: list[int], out: int, lse: int, scratch: int) -> None:
-        q, k_new, v_new, cos, sin, lengths, table, start, k, v = at
+        q, k_new, v_new, cos, sin, lengths, table, start, k_scale, v_scale, k, v = at
         turned, after = (scratch + self.q_at if self.turns else 0), (scratch + self.after_at if self.counts else 0)
         if self.append is not None:
-            self.append(q, k_new, v_new, cos, sin, lengths, table, turned, k, v, after, 0, 0)
+            self.append(q, k_new, v_new, cos, sin, lengths, table, turned, k, v, after, k_scale, v_scale)
         rest = (0, 0, after or lengths, start, 0, 0, 0, 0, 0, table)
-        self.attend(turned or q, k, v, out, lse, *rest[: self.indices])
+        scales = (k_scale, v_scale) if self.scaled else ()
+        self.attend(turned or q, k, v, out, lse, *rest[: self.indices], *scales)
 
     def _apart(self, at: list[int], out: Any, lse: Any) -> bool:
         """Whether what is written lies apart from everything else: its bytes from the first to the last."""
@@ -265,6 +278,11 @@ class Launch:
             for begin, end in ranges:
                 if (k0 < end and begin < k1) or (v0 < end and begin < v1):
                     return False
+            for n in self.found:  # scales that are written as well
+                first, last = self.spans[n][0] + at[n], self.spans[n][1] + at[n]
+                for other, (begin, end) in enumerate(ranges):
+                    if other != n and first < end and begin < last:
+                        return False
             self.known = stay
         if out is None and lse is None:
             return True

@@ -29,7 +29,7 @@ CLEAR_ROWS = 128  # of a block of clear_rows.cu
 TAKES_E4M3 = ("decode",)
 TAKES_DEVICE_INDICES = ("fa2", "decode")  # kernels that read lengths and cu_seqlens where they are
 # Arrays of a call that were made for it alone, or that results may overlap: with them no launch is prepared.
-OWN_ARRAYS = ("alibi_slopes", "sinks", "bias", "mask", "k_scale", "v_scale")
+OWN_ARRAYS = ("alibi_slopes", "sinks", "bias", "mask")
 
 
 @dataclass(frozen=True)
@@ -256,11 +256,13 @@ def prepare(plan: Plan, problem: Problem) -> launch.Prepared | None:
     """The launch of ``run`` for calls that differ in addresses alone; None if a call has more to do.
 
     It takes the addresses of q, k, v, out and lse, which must be aligned as those of the problem are; and where index arrays are on
-    the device, those of `launch.index_views`.
+    the device, those of `launch.index_views`, then of `launch.scale_views`.
     """
     if plan.kernel == "naive" or any(getattr(problem, name) is not None for name in OWN_ARRAYS):
         return None
     if any(isinstance(getattr(problem, name), np.ndarray) for name in (*INDICES, "page_table")):
+        return None
+    if any(name in launch.small_arrays(problem) for name in launch.SCALES):  # those of heads, from the host
         return None
     if plan.kernel == "decode":
         return cuda_decode.prepare(plan, problem)

@@ -286,7 +286,8 @@ def prepare(plan: Plan, problem: Problem) -> launch.Prepared | None:
             yield
 
     count = 5 + len(launch.index_addresses(problem))
-    return launch.Prepared(todo, pack(problem, ready, how, {}), count, fill if size.total else None)
+    scales_at = launch.DECODE_PARAMS.fields["k_scale"][1] if launch.scale_views(problem) else None  # type: ignore[index]
+    return launch.Prepared(todo, pack(problem, ready, how, {}), count, fill if size.total else None, scales_at)
 
 
 def why(problem: Problem, chosen: Instance, how: Split) -> str:
