@@ -80,8 +80,11 @@ def _on_device(a: arrays.ArrayView, given: np.ndarray | None, layout: str) -> tu
     most = cuda_append.MOST_COLUMNS
     if a.dtype == np.float64 or a.shape[-1] > most:
         raise ValueError(f"x: {a.dtype} of head size {a.shape[-1]}; on a GPU it must be of 16 or 32 bits, of head sizes up to {most}")
-    codes = cupy.empty(a.shape, np.uint8).view(E4M3)
-    found = cupy.empty(a.shape[:-1], np.float32) if given is None else None if given.ndim == 0 else cupy.asarray(given)
+    codes = arrays.empty(a.shape, np.dtype(E4M3), a)
+    if given is None:
+        found = arrays.empty(a.shape[:-1], np.dtype(np.float32), a)
+    else:
+        found = cupy.asarray(given) if given.ndim else None
     turn = (0, 2, 1) if layout == "BHSD" else (0, 1, 2)
     x, y = (arrays.wrap(z.reshape(-1, *a.shape[-3:]).transpose(*turn, 3), "cupy") for z in (a.array, codes))
     scale: Any = float(given) if given is not None and given.ndim == 0 else None

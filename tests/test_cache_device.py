@@ -6,16 +6,11 @@ import cache_twins
 import numpy as np
 import pytest
 from caches import tokens
-from fake_cupy import FakeArray, pretended_gpus
+from fake_cupy import FakeArray
+from warm_calls import gpu  # noqa: F401  a fixture
 
 import cuflash
 from cuflash import NoBackendError, PagedKVCache, staging
-
-
-@pytest.fixture
-def gpu(monkeypatch):
-    with pretended_gpus(monkeypatch) as fake:
-        yield fake
 
 
 def there(a):

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from fake_cupy import pretended_gpus
+from warm_calls import gpu  # noqa: F401  a fixture
 
 from cuflash.backends import cuda_counters
 
@@ -38,12 +38,6 @@ class FakeDriver:
     def destroy(self, number: int) -> None:
         for function, argument in self.owned.pop(1000 + number):
             Destructor(function)(argument)
-
-
-@pytest.fixture
-def gpu(monkeypatch):
-    with pretended_gpus(monkeypatch) as fake:
-        yield fake
 
 
 @pytest.fixture

@@ -222,9 +222,7 @@ COMBINED = (
 )
 
 
-@pytest.mark.parametrize("name", COMBINED)
-def test_a_second_kernel_merges_the_same_bits(emulator, name):
-    run = RUNS[f"{name}-float16-{H200.name}"]
+def check_that_a_second_kernel_merges_the_same_bits(emulator: Any, run: Run) -> None:
     problem, check = run.build()
     instance, how = setup(problem, run.gpu)
     found = []
@@ -235,6 +233,11 @@ def test_a_second_kernel_merges_the_same_bits(emulator, name):
         found.append(results(problem))
     for first, other in zip(*found, strict=True):
         compare.assert_same_bits(first, other)
+
+
+@pytest.mark.parametrize("name", COMBINED)
+def test_a_second_kernel_merges_the_same_bits(emulator, name):
+    check_that_a_second_kernel_merges_the_same_bits(emulator, RUNS[f"{name}-float16-{H200.name}"])
 
 
 # ---- lengths of which only the device knows, pages that do not exist ---------------------------------------------------

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 
-import compare
 import numpy as np
 import pytest
 from cases import BF16, F16, alibi, case, fixed, sinks
 from cuflash.backends import cuda, cuda_decode
 from emulator import emulate
 from test_kernels_emulated import H200
-from test_kernels_emulated_decode import Run, of_arrays, of_case, poison, results, setup
+from test_kernels_emulated_decode import Run, check_that_a_second_kernel_merges_the_same_bits, of_arrays, of_case, poison, setup
 
 EVERYTHING = (fixed(window=(200, 0), softcap=3.0), sinks, alibi())
 
@@ -101,13 +99,4 @@ def test_results_and_accesses(emulator, name):
 @pytest.mark.parametrize("name", ["d128", "splits-more-than-tiles", "window-softcap-sinks-alibi", "invariant", "two-blocks-of-rows"])
 def test_a_second_kernel_merges_the_same_bits(emulator, name):
     (run,) = (RUNS[full] for dtype in ("float16", "bfloat16") if (full := f"{name}-{dtype}-{H200.name}") in RUNS)
-    problem, check = run.build()
-    instance, how = setup(problem, run.gpu)
-    found = []
-    for merges in (True, False):
-        poison(problem)
-        emulator.run_decode(problem, run.gpu, dataclasses.replace(instance, merges=merges), how)
-        check()
-        found.append(results(problem))
-    for first, other in zip(*found, strict=True):
-        compare.assert_same_bits(first, other)
+    check_that_a_second_kernel_merges_the_same_bits(emulator, run)

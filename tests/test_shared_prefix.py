@@ -10,23 +10,12 @@ import ml_dtypes
 import numpy as np
 import pytest
 from cases import DTYPES, F16, F32
-from fake_cupy import pretended_gpus
-from test_warm import there
+from warm_calls import gpu, nothing_kept, there  # noqa: F401  fixtures among them
 
 import cuflash
-from cuflash import warm, warm_decode
+from cuflash import warm_decode
 
 PREFIX, KEYS = 16, 32
-
-
-@pytest.fixture
-def gpu(monkeypatch):
-    warm_decode.launches.clear()
-    warm.problems.clear()
-    with pretended_gpus(monkeypatch) as fake:
-        yield fake
-    warm_decode.launches.clear()
-    warm.problems.clear()
 
 
 class Batch:

@@ -3,44 +3,19 @@
 from __future__ import annotations
 
 import gc
-import threading
 import weakref
 
 import numpy as np
 import pytest
-from fake_cupy import FakeArray, pretended_gpus
+from fake_cupy import FakeArray
 from refusal import refused
 from test_decode_device import Call, same
-from warm_calls import there
+from warm_calls import choices, gpu, nothing_kept, there, wrong_in_threads  # noqa: F401  fixtures among them
 
 import cuflash
-from cuflash import device, planner, warm, warm_decode
+from cuflash import device, warm_decode
 
 F16 = np.dtype(np.float16)
-
-
-@pytest.fixture
-def gpu(monkeypatch):
-    warm.problems.clear()
-    warm_decode.launches.clear()
-    with pretended_gpus(monkeypatch) as fake:
-        yield fake
-    warm_decode.launches.clear()
-    warm.problems.clear()
-
-
-@pytest.fixture
-def choices(monkeypatch):
-    """The problems on a GPU that a plan was chosen for: none by a warm call. The fake chooses for the host."""
-    made = []
-    choose = planner.choose
-
-    def counted(problem):
-        made.extend([problem] * (problem.q.device >= 0))
-        return choose(problem)
-
-    monkeypatch.setattr(planner, "choose", counted)
-    return made
 
 
 FORMS = {
@@ -265,21 +240,11 @@ def test_nothing_kept_refers_to_an_array(gpu):
 
 def test_threads_do_not_mix(gpu):
     calls = [made("paged rope", seed) for seed in range(4)]
-    wants = [call.on_host()[0] for call in calls]
+    wants = [call.on_host()[0][0] for call in calls]
     cuflash.decode(*calls[0].on_device()[0], **calls[0].on_device()[1])
-    wrong = []
 
-    def loop(n: int) -> None:
-        with gpu.using(device=0, stream=n):
-            for _ in range(5):
-                args, options = calls[n].on_device()
-                got = cuflash.decode(*args, **options)
-                if not np.allclose(got.get().astype(float), wants[n][0].astype(float), atol=4e-3):
-                    wrong.append(n)
+    def call(n: int):
+        args, options = calls[n].on_device()
+        return cuflash.decode(*args, **options)
 
-    threads = [threading.Thread(target=loop, args=(n,)) for n in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong
+    assert not wrong_in_threads(gpu, wants, call)

@@ -7,40 +7,16 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from fake_cupy import FakeArray, pretended_gpus
+from fake_cupy import FakeArray
 from refusal import refused
 from test_decode_device import same
-from warm_calls import there
+from warm_calls import choices, gpu, nothing_kept, there  # noqa: F401  fixtures among them
 
 import cuflash
-from cuflash import planner, warm, warm_decode
+from cuflash import warm_decode
 
 E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
 F16, F32 = np.dtype(np.float16), np.dtype(np.float32)
-
-
-@pytest.fixture
-def gpu(monkeypatch):
-    for kept in (warm.problems, warm.launches, warm_decode.launches):
-        kept.clear()
-    with pretended_gpus(monkeypatch) as fake:
-        yield fake
-    for kept in (warm.problems, warm.launches, warm_decode.launches):
-        kept.clear()
-
-
-@pytest.fixture
-def choices(monkeypatch):
-    """The problems on a GPU that a plan was chosen for."""
-    made = []
-    choose = planner.choose
-
-    def counted(problem):
-        made.extend([problem] * (problem.q.device >= 0))
-        return choose(problem)
-
-    monkeypatch.setattr(planner, "choose", counted)
-    return made
 
 
 class Call:

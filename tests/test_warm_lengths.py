@@ -9,8 +9,8 @@ import pytest
 from fake_cupy import FakeArray
 from refusal import refused
 from test_decode_device import same
-from test_warm_decode import FORMS, choices, gpu, made  # noqa: F401  fixtures among them
-from warm_calls import there
+from test_warm_decode import FORMS, made
+from warm_calls import choices, gpu, nothing_kept, there, wrong_in_threads  # noqa: F401  fixtures among them
 
 import cuflash
 from cuflash import checks, staging, warm_decode
@@ -174,25 +174,16 @@ def test_pinned_memory_is_not_written_while_it_is_copied(gpu):
 
 def test_threads_do_not_mix_their_lengths(gpu):
     calls = [made("paged rope", seed, [seed, 9 - seed]) for seed in range(4)]
-    wants = [call.on_host()[0] for call in calls]
+    wants = [call.on_host()[0][0] for call in calls]
     cuflash.decode(*calls[0].on_device()[0][:3], calls[0].lengths, **calls[0].on_device()[1])
-    barrier, wrong = threading.Barrier(4), []
+    barrier = threading.Barrier(4)
     gpu.before.append(lambda params: barrier.wait(timeout=60))
 
-    def loop(n: int) -> None:
-        with gpu.using(device=0, stream=n):
-            for _ in range(5):
-                args, options = calls[n].on_device()
-                got = cuflash.decode(*args[:3], calls[n].lengths, **options)
-                if not np.allclose(got.get().astype(float), wants[n][0].astype(float), atol=4e-3):
-                    wrong.append(n)
+    def call(n: int):
+        args, options = calls[n].on_device()
+        return cuflash.decode(*args[:3], calls[n].lengths, **options)
 
-    threads = [threading.Thread(target=loop, args=(n,)) for n in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong
+    assert not wrong_in_threads(gpu, wants, call)
 
 
 @pytest.mark.parametrize("of_host", [False, True], ids=["device", "host"])

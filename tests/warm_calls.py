@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+import threading
+
 import ml_dtypes
 import numpy as np
 import pytest
 from fake_cupy import FakeArray, pretended_gpus
 
 import cuflash
-from cuflash import planner, warm
+from cuflash import planner, warm, warm_decode
 
 F16 = np.dtype(np.float16)
 
 
 @pytest.fixture(autouse=True)
 def nothing_kept():
-    warm.problems.clear()
-    warm.launches.clear()
+    def forget():
+        for kept in (warm.problems, warm.launches, warm_decode.launches):
+            kept.clear()
+
+    forget()
     yield
-    warm.problems.clear()
-    warm.launches.clear()
+    forget()
 
 
 @pytest.fixture
@@ -30,12 +34,12 @@ def gpu(monkeypatch):
 
 @pytest.fixture
 def choices(monkeypatch):
-    """Plans that are made."""
+    """The problems on a GPU that a plan was chosen for: none by a warm call. The fake chooses for the host."""
     made = []
     choose = planner.choose
 
     def counted(problem):
-        made.append(problem)
+        made.extend([problem] * (problem.q.device >= 0))
         return choose(problem)
 
     monkeypatch.setattr(planner, "choose", counted)
@@ -70,3 +74,22 @@ def same(result, want):
     # The scale has gone through float32, which may turn a rounding.
     rtol, atol = 4 * float(ml_dtypes.finfo(want.dtype).eps), 8 * float(np.finfo(np.float32).eps)
     np.testing.assert_allclose(result.host.astype(np.float64), want.astype(np.float64), rtol=rtol, atol=atol)
+
+
+def wrong_in_threads(gpu, wants, call):
+    """Which of the threads, each on a stream of its own, get something else from call(n) than wants[n]."""
+    wrong = []
+
+    def loop(n: int) -> None:
+        with gpu.using(device=0, stream=n):
+            for _ in range(5):
+                # Results of size 1 in float16, by other sums: what belongs to another thread's call is further away.
+                if not np.allclose(call(n).get().astype(float), wants[n].astype(float), atol=4e-3):
+                    wrong.append(n)
+
+    threads = [threading.Thread(target=loop, args=(n,)) for n in range(len(wants))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return wrong
