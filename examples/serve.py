@@ -57,7 +57,11 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--num-pages", type=int, default=256, help="pages of keys and values (default: 256)")
     parser.add_argument("--page-size", type=int, default=16, help="tokens a page (default: 16)")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cuda: CuPy arrays on a GPU")
-    parser.add_argument("--kv-cache-dtype", choices=("float32", "float16"), help="as for smollm2_chat.py")
+    parser.add_argument(
+        "--kv-cache-dtype", choices=("float32", "float16"), default="float32",
+        help="of keys and values, and of attention; in float16 a word that is hardly likelier than another may depend on who is answered "
+        "at the same time",
+    )  # fmt: skip
     parser.add_argument("--check", action="store_true", help="then answer one at a time, and compare the texts")
     parser.add_argument("--cache-dir", help="where the model is kept")
     options = parser.parse_args(arguments)
@@ -65,8 +69,6 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         value = getattr(options, name)
         if value is not None and value < 1:
             parser.error(f"--{name.replace('_', '-')} must be at least 1, not {value}")
-    if options.kv_cache_dtype is None:
-        options.kv_cache_dtype = "float16" if options.device == "cuda" else "float32"
     if not options.request_rate > 0:
         parser.error(f"--request-rate must be above 0, not {options.request_rate}")
     if options.seed < 0:

@@ -395,7 +395,7 @@ def test_the_command(serve):
 @pytest.mark.gpu
 @pytest.mark.model
 def test_the_command_on_a_gpu(serve):
-    """In float16, by graphs, together and alone: the texts of the CPU in float32."""
+    """By graphs, together and alone: the texts of the CPU."""
     options = "--num-prompts", str(len(serve.QUESTIONS)), "--max-tokens", "48"
     there = answers(*options, "--device", "cuda", "--check")
     assert "8 of 8 texts are equal" in there.stderr
