@@ -173,13 +173,17 @@ def empty(shape: tuple[int, ...], dtype: np.dtype, like: ArrayView) -> Any:
     """An uninitialised array where ``like`` is."""
     if like.kind == "numpy":
         return np.empty(shape, dtype)
-    if is_e4m3(dtype):  # of which CuPy makes no arrays, but sees others so
-        return empty(shape, np.dtype(np.uint8), like).view(dtype)
     cupy = sys.modules["cupy"]
     if cupy.cuda.runtime.getDevice() == like.device:
-        return cupy.empty(shape, dtype)
+        return empty_here(shape, dtype)
     with cupy.cuda.Device(like.device):
-        return cupy.empty(shape, dtype)
+        return empty_here(shape, dtype)
+
+
+def empty_here(shape: tuple[int, ...], dtype: np.dtype) -> Any:
+    """An uninitialised array on CuPy's current device, which makes none of float8, but sees others so."""
+    cupy = sys.modules["cupy"]
+    return cupy.empty(shape, np.uint8).view(dtype) if is_e4m3(dtype) else cupy.empty(shape, dtype)
 
 
 def zeros(shape: tuple[int, ...], like: ArrayView) -> ArrayView:
@@ -187,8 +191,9 @@ def zeros(shape: tuple[int, ...], like: ArrayView) -> ArrayView:
     if like.kind == "numpy":
         return broadcast(wrap(np.zeros(1, like.dtype), like.kind), shape)
     cupy = sys.modules["cupy"]
-    with cupy.cuda.Device(like.device):  # which cannot make arrays of float8, but see others so
-        one = cupy.zeros(1, np.uint8).view(like.dtype) if is_e4m3(like.dtype) else cupy.zeros(1, like.dtype)
+    with cupy.cuda.Device(like.device):
+        one = empty_here((1,), like.dtype)
+        one.data.memset_async(0, one.nbytes)
         return broadcast(wrap(one, like.kind), shape)
 
 

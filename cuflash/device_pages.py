@@ -27,10 +27,8 @@ class DevicePages(PageArrays):
 
     @staticmethod
     def empty(shape: tuple[int, ...], dtype: np.dtype, device: int) -> Any:
-        import cupy
-
         with launch.place(device, None):
-            pages = cupy.empty(shape, np.uint8).view(dtype) if arrays.is_e4m3(dtype) else cupy.empty(shape, dtype)
+            pages = arrays.empty_here(shape, dtype)
             pages.data.memset_async(0, pages.nbytes)
         return pages
 
