@@ -13,13 +13,13 @@ __version__ = "0.1.0"
 _HOME = {
     "attention": "api",
     "attention_varlen": "api",
-    "attention_backward": "api",
-    "attention_varlen_backward": "api",
-    "decode": "api",
+    "attention_backward": "gradients",
+    "attention_varlen_backward": "gradients",
+    "decode": "decoding",
     "decode_shared_prefix": "shared_prefix",
     "plan": "api",
-    "logsumexp": "api",
-    "attention_weights": "api",
+    "logsumexp": "weights",
+    "attention_weights": "weights",
     "attention_streamed": "api",
     "explain": "explanation",
     "Explanation": "explanation",
@@ -40,17 +40,15 @@ if TYPE_CHECKING:
     # "as": a type checker takes only such names for public ones, since it cannot evaluate __all__ above.
     from .alibi import alibi_slopes as alibi_slopes
     from .api import attention as attention
-    from .api import attention_backward as attention_backward
     from .api import attention_streamed as attention_streamed
     from .api import attention_varlen as attention_varlen
-    from .api import attention_varlen_backward as attention_varlen_backward
-    from .api import attention_weights as attention_weights
-    from .api import decode as decode
-    from .api import logsumexp as logsumexp
     from .api import plan as plan
     from .cache import PagedKVCache as PagedKVCache
+    from .decoding import decode as decode
     from .explanation import Explanation as Explanation
     from .explanation import explain as explain
+    from .gradients import attention_backward as attention_backward
+    from .gradients import attention_varlen_backward as attention_varlen_backward
     from .merge import merge_softmax_stats as merge_softmax_stats
     from .merge import merge_states as merge_states
     from .quantize import quantize_kv as quantize_kv
@@ -59,6 +57,8 @@ if TYPE_CHECKING:
     from .types import Gradients as Gradients
     from .types import NoBackendError as NoBackendError
     from .types import Plan as Plan
+    from .weights import attention_weights as attention_weights
+    from .weights import logsumexp as logsumexp
 
 
 def __getattr__(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""The public functions: docstrings and the order of the steps, no arithmetic."""
+"""attention(), its packed form and its plan: docstrings and the order of the steps, no arithmetic."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from . import arrays, backends, checks, device, edges, host, launch, planner, warm, warm_decode
+from . import arrays, checks, device, edges, host, launch, planner, structs, warm, warm_decode
 from . import problem as problems
-from .types import HOST, Gradients, Plan, Problem
+from .types import HOST, Plan, Problem
 
 
 def attention(
@@ -252,264 +252,6 @@ def attention_varlen(
 
 
 @takes_options
-def decode(
-    q: Any, k_cache: Any, v_cache: Any, kv_lengths: Any, *, page_table: Any = None, k_new: Any = None, v_new: Any = None,
-    rope: Any = None, cache_batch_index: Any = None, out: Any = None, lse: Any = None, return_lse: bool = False,
-    layout: str = "BSHD", **options: Any,
-) -> Any:
-    """Attention of a few new queries over a key/value cache, appending to the cache in the same call.
-
-    Parameters
-    ----------
-    q : ndarray, shape (B, Sq, Hq, D)
-        Sq is small: one new token, or a few.
-    k_cache, v_cache : ndarray, shape (B, Smax, Hkv, D) and (B, Smax, Hkv, Dv), or (pages, page_size, Hkv, D) with ``page_table``
-    kv_lengths : array_like of int, shape (B,), or int
-        Keys that each sequence has in the cache *before* the new ones. Not modified. It may be on the GPU, see `attention`.
-    page_table : array_like of int, shape (B, max_pages), optional
-        May be on the GPU as int32. With kv_lengths there as well, a captured CUDA graph follows both.
-    k_new, v_new : ndarray, shape (B, n, Hkv, D) and (B, n, Hkv, Dv), optional
-        Written to the cache behind the keys that are there; the queries see them (with ``causal=True`` up to their own
-        position). Where they do not fit, ValueError is raised and nothing is written. Of kv_lengths on a GPU that cannot be told: a
-        sequence without room for all of them, or of negative length, gets none, and its queries see the keys that it has.
-        For caches in float8_e4m3fn they are either of that dtype and copied, or of q's and quantized: by the scale of the tensor or
-        head in ``k_scale`` and ``v_scale``; where these hold one for each token and head, by the row's own, which is written there.
-    rope : (ndarray, ndarray, {"interleaved", "half"}), optional
-        Rotary embedding: (cos, sin, style), tables of shape (positions, rot / 2) in float32 or q's dtype with rot <= D. Turns k_new as
-        it is written, the key that becomes key j by row j, and q by its position i (see ``causal``; -n turns the other way). The first
-        rot features are turned in pairs: (0, 1), (2, 3), ... in style "interleaved", else (0, rot / 2), (1, rot / 2 + 1), ...
-        Keys in the cache are taken as they are. A position beyond the tables is a ValueError, or NaN where only the GPU knows it.
-    cache_batch_index : array_like of int, shape (B,), optional
-        Sequence b is entry cache_batch_index[b] of caches (C, Smax, Hkv, D), C of any size. Entries that take new keys must be
-        distinct. May be on the GPU as int32. Not with ``page_table``, which has a row for each sequence.
-    **options
-        As for `attention`; a few queries of one sequence usually want ``causal=True``, which for Sq = 1 changes nothing.
-
-    Returns
-    -------
-    out, lse
-        As `attention`.
-
-    Raises
-    ------
-    TypeError, ValueError, NotImplementedError, NoBackendError
-        As `attention`; ValueError also if the cache is too small, read-only or shares memory with q, k_new or v_new.
-
-    References
-    ----------
-    Dao et al., "Flash-Decoding for long-context inference", 2023 (split keys, then an exact merge).
-    Kwon et al., "Efficient Memory Management for Large Language Model Serving with PagedAttention", arXiv:2309.06180.
-    Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", arXiv:2104.09864.
-
-    Examples
-    --------
-    >>> import numpy as np, cuflash
-    >>> k_cache, v_cache = (np.zeros((1, 64, 2, 16), np.float32) for _ in range(2))
-    >>> length = 0
-    >>> for _ in range(3):  # one token after the other; the caller counts
-    ...     q, k, v = (np.ones((1, 1, 2, 16), np.float32) for _ in range(3))
-    ...     out = cuflash.decode(q, k_cache, v_cache, [length], k_new=k, v_new=v)
-    ...     length += 1
-    >>> out.shape, k_cache[0, :4, 0, 0].tolist()
-    ((1, 1, 2, 16), [1.0, 1.0, 1.0, 0.0])
-    """
-    signed = warm_decode.signature(
-        q, k_cache, v_cache, kv_lengths, page_table, layout, options, k_new=k_new, v_new=v_new, rope=rope,
-        cache_batch_index=cache_batch_index,
-    )
-    if signed is not None:
-        results = warm_decode.run(signed, out, lse, return_lse, options.get("stream"))
-        if results is not None:
-            return results
-    key, given = None, (out, lse)
-    if page_table is None and rope is None and cache_batch_index is None:
-        key = warm.decode_key(q, k_cache, v_cache, k_new, v_new, layout, options)
-    stream, known = options.get("stream"), warm.problems.get(key)
-    if known is not None and (stream is None or known.q.device != HOST):
-        problem, append = problems.decode_again(known, q, k_cache, v_cache, kv_lengths, k_new, v_new, layout, stream)
-    else:
-        problem, append = problems.build_decode(
-            q, k_cache, v_cache, kv_lengths, page_table=page_table, k_new=k_new, v_new=v_new, rope=rope,
-            cache_batch_index=cache_batch_index, layout=layout, **options,
-        )
-        warm.keep_problem(key, problem)
-    with launch.place(problem.q.device, problem.stream):
-        problem, out, lse = problems.with_outputs(problem, out, lse, return_lse, layout, np.ndim(q), append)
-        plan = planner.choose(problem)  # before the append: a call that cannot run leaves the cache as it was
-        with backends.appended(plan, problem, append) as ready:
-            if signed is not None:
-                warm_decode.keep(signed, plan, problem, append, ready, (out, lse, return_lse), given)
-            _backend(plan).run(plan, ready)
-    return (out, lse) if return_lse else out
-
-
-@takes_options
-def attention_backward(
-    dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, *, dlse: Any = None, deterministic: bool = False,
-    layout: str = "BSHD", **options: Any,
-) -> Gradients:
-    """Gradients of `attention` by recomputation from (q, k, v, out, lse).
-
-    Parameters
-    ----------
-    dout : ndarray, shape of out
-        Gradient of the loss by out; any strides, broadcast views included.
-    q, k, v : ndarray
-        As given to `attention`.
-    out, lse : ndarray
-        What `attention` returned with ``return_lse=True``.
-    dlse : ndarray, shape of lse, optional
-        Gradient of the loss by the log-sum-exp.
-    deterministic : bool, default False
-        Two runs agree bit for bit in dq as well (dk and dv always do).
-    **options
-        The options that `attention` was called with, but for ``kernel``, ``backend``, ``num_splits`` and ``out_dtype``, which need
-        not be the same. Slopes of a Python ``score_mod`` are central differences of it in float64 (exact to about 1e-10).
-
-    Returns
-    -------
-    Gradients
-        dq, dk, dv, and dbias (bias's shape) and dsinks (Hq,) where those were given; else None. Rows that see no key
-        contribute exactly 0 whatever dout holds.
-
-    Raises
-    ------
-    TypeError, ValueError, NotImplementedError, NoBackendError
-        As `attention`.
-
-    Examples
-    --------
-    >>> import numpy as np, cuflash
-    >>> q = k = v = np.ones((1, 8, 2, 16), np.float32)
-    >>> out, lse = cuflash.attention(q, k, v, causal=True, return_lse=True)
-    >>> dout = np.ones_like(out)  # the gradient of out.sum()
-    >>> dq, dk, dv, _, _ = cuflash.attention_backward(dout, q, k, v, out, lse, causal=True)
-    >>> dv[0, :, 0, 0].sum().round(4).item()
-    8.0
-    """
-    problem = problems.build_backward(dout, q, k, v, out, lse, dlse=dlse, deterministic=deterministic, layout=layout, **options)
-    return _differentiate(problem, layout, np.ndim(q))
-
-
-@takes_options
-def attention_varlen_backward(
-    dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, *,
-    max_seqlen_q: int | None = None, max_seqlen_k: int | None = None, dlse: Any = None, deterministic: bool = False,
-    layout: str = "BSHD", **options: Any,
-) -> Gradients:
-    """Gradients of `attention_varlen`; arguments as there and in `attention_backward`.
-
-    Returns
-    -------
-    Gradients
-        Rows behind the last entry of cu_seqlens have gradient 0.
-
-    Raises
-    ------
-    TypeError, ValueError, NotImplementedError, NoBackendError
-        As `attention`.
-
-    Examples
-    --------
-    >>> import numpy as np, cuflash
-    >>> q = k = v = np.ones((5, 2, 16), np.float32)  # two sequences, of 2 and 3 tokens
-    >>> out, lse = cuflash.attention_varlen(q, k, v, [0, 2, 5], [0, 2, 5], return_lse=True)
-    >>> cuflash.attention_varlen_backward(np.ones_like(out), q, k, v, out, lse, [0, 2, 5], [0, 2, 5]).dv[:, 0, 0].round(4).tolist()
-    [1.0, 1.0, 1.0, 1.0, 1.0]
-    """
-    problem = problems.build_backward(
-        dout, q, k, v, out, lse, dlse=dlse, deterministic=deterministic, layout=layout,
-        varlen=(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k), **options,
-    )
-    return _differentiate(problem, layout, np.ndim(q))
-
-
-@takes_options
-def logsumexp(q: Any, k: Any, *, layout: str = "BSHD", **options: Any) -> Any:
-    """Only the row statistics of attention: the log-sum-exp of each query's logits, memory O(N).
-
-    Parameters
-    ----------
-    q, k : ndarray
-        As for `attention`.
-    **options
-        As for `attention`.
-
-    Returns
-    -------
-    ndarray, shape (B, Hq, Sq), (Hq, Sq) or (Sq,)
-        Natural logarithm; float32, or float64 for float64 inputs; -inf for rows that see no key.
-
-    Raises
-    ------
-    TypeError, ValueError, NotImplementedError, NoBackendError
-        As `attention`.
-
-    Examples
-    --------
-    >>> import numpy as np, cuflash
-    >>> q, k = np.zeros((3, 16), np.float32), np.zeros((8, 16), np.float32)  # every logit is 0
-    >>> [round(x, 4) for x in cuflash.logsumexp(q, k).tolist()]  # log(8)
-    [2.0794, 2.0794, 2.0794]
-    """
-    return attention(q, k, problems.no_values(k), return_lse=True, layout=layout, **options)[1]
-
-
-@takes_options
-def attention_weights(
-    q: Any, k: Any, *, reduce: str | None = None, layout: str = "BSHD", out: Any = None, **options: Any,
-) -> Any:
-    """The softmax weights themselves, materialised on purpose: how much each query attends to each key.
-
-    Parameters
-    ----------
-    q, k : ndarray
-        As for `attention`.
-    reduce : {None, "head_mean"}
-        "head_mean" gives the mean over the query heads, added up block by block: beside the result there is a block of at most
-        some 2^20 weights (tens of MiB), never the weights of all heads.
-    layout : {"BSHD", "BHSD"}
-        Of q and k. The result has its heads first in any case, as bias and mask have.
-    out : ndarray, optional
-        Buffer for the result, exact shape and dtype, any strides, sharing no element with an input.
-    **options
-        As for `attention`. ``out_dtype`` is by default that of the log-sum-exp: float32, or float64 for float64 inputs. float16
-        has no number for a weight below 6e-8, so that the rows of a long sequence would not add up to 1.
-
-    Returns
-    -------
-    ndarray, shape (B, Hq, Sq, Sk), (Hq, Sq, Sk) or (Sq, Sk)
-        With ``reduce="head_mean"``: (B, Sq, Sk) or (Sq, Sk). Rows add up to 1, or to less where sinks take their share. A key that
-        is not seen weighs exactly 0; rows that see no key are 0. With ``page_table``, Sk is max_pages * page_size.
-
-    Raises
-    ------
-    TypeError, ValueError, NotImplementedError, NoBackendError
-        As `attention`. NoBackendError also for arrays on a GPU, and where the result does not fit into memory.
-
-    See Also
-    --------
-    logsumexp : exp(logit - logsumexp) is a weight.
-
-    Examples
-    --------
-    >>> import numpy as np, cuflash
-    >>> q = k = np.zeros((1, 4, 2, 16), np.float32)  # all logits are 0
-    >>> cuflash.attention_weights(q, k, causal=True, reduce="head_mean")[0].round(2).tolist()[:2]
-    [[1.0, 0.0, 0.0, 0.0], [0.5, 0.5, 0.0, 0.0]]
-    """
-    ndim = np.ndim(q)
-    problem = problems.build_weights(q, k, reduce=reduce, layout=layout, **options)
-    if out is not None:
-        problem, out = problems.with_weights(problem, out, ndim)
-    chosen = planner.choose(problem)
-    if out is None:  # only now: a plan may have found that there is no memory for it
-        problem, out = problems.with_weights(problem, out, ndim)
-    _backend(chosen).run_weights(chosen, problem)
-    return out
-
-
-@takes_options
 def attention_streamed(q: Any, k: Any, v: Any, *, device: int = 0, workspace_limit: int | None = None, **options: Any) -> Any:
     """Attention over host arrays that are larger than a GPU's memory. Not supported yet.
 
@@ -558,7 +300,7 @@ def plan(q: Any, k: Any, v: Any, *, return_lse: bool = False, layout: str = "BSH
     chosen = planner.choose(problem)
     q, k, v = (arrays.signature(a) for a in (problem.q, problem.k, problem.v))
     problem = problem.replace(q=q, k=k, v=v, stream=None)
-    indices = launch.index_addresses(problem)
+    indices = structs.index_addresses(problem)
     launches = None if problem.q.device == HOST else warm.Kept(64)
     latest: warm.Again | None = None
 
@@ -594,11 +336,6 @@ def plan(q: Any, k: Any, v: Any, *, return_lse: bool = False, layout: str = "BSH
     return chosen.bind(run)
 
 
-def _backend(chosen: Plan) -> Any:
-    """The module that a plan came from."""
-    return backends.load(chosen.backend)
-
-
 def _execute(
     problem: Problem, out: Any, lse: Any, return_lse: bool, layout: str, ndim: int, key: tuple | None = None,
     signed: warm_decode.Signed | None = None,
@@ -615,10 +352,3 @@ def _execute(
         warm.execute(chosen, problem, prepared)
     return (out, lse) if return_lse else out
 
-
-def _differentiate(problem: Problem, layout: str, ndim: int) -> Gradients:
-    """Plan, run backward, and bring the gradients into the layout of the user's arrays."""
-    chosen = planner.choose(problem)
-    with launch.place(problem.q.device, problem.stream):
-        gradients = _backend(chosen).run_backward(chosen, problem)
-    return problems.user_gradients(gradients, problem, layout, ndim)

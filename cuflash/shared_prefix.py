@@ -9,8 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from . import api, arrays, backends, checks, indices, launch, merge, planner, staging, warm_decode
+from . import arrays, backends, checks, decoding, indices, launch, merge, planner, staging, warm_decode
 from . import problem as problems
+from .api import takes_options
 from .backends import cuda_merge, cuda_pages
 from .types import HOST, UNBOUNDED, ArrayView, NoBackendError, Plan, Problem
 
@@ -20,7 +21,7 @@ NOT_SHARED = ("window", "bias", "alibi_slopes", "score_mod", "mask_mod", "kv_sta
 INT32_MAX = 2**31 - 1
 
 
-@api.takes_options
+@takes_options
 def decode_shared_prefix(
     q: Any, k_cache: Any, v_cache: Any, kv_lengths: Any, prefix_lengths: Any, *, page_table: Any = None, k_new: Any = None,
     v_new: Any = None, rope: Any = None, out: Any = None, lse: Any = None, return_lse: bool = False, layout: str = "BSHD", **options: Any,
@@ -101,7 +102,7 @@ def decode_shared_prefix(
     _check(problem, new, least)
     if 0 in problem.q.shape[:3]:  # there is nothing to share
         rest = {"k_new": k_new, "v_new": v_new, "rope": rope, "out": out, "lse": lse, "return_lse": return_lse, "layout": layout}
-        return api.decode(q, k_cache, v_cache, kv_lengths, page_table=page_table, **rest, **options)
+        return decoding.decode(q, k_cache, v_cache, kv_lengths, page_table=page_table, **rest, **options)
     if arrays.on_device(starts):
         problem = problem.replace(kv_start=arrays.view(starts, "prefix_lengths"))
     with launch.place(problem.q.device, problem.stream), contextlib.ExitStack() as stack:

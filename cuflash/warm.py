@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from . import arrays, backends, device, host, launch
+from . import arrays, backends, device, host, launch, structs
 from .problem import canonical
 from .types import HOST, ArrayView, Plan, Problem
 
@@ -202,7 +202,7 @@ class Launch:
         self.out = (out_shape, problem.out_dtype)
         self.lse = (lse_shape, problem.compute_dtype)
         views = (problem.q, problem.k, problem.v, problem.out, problem.lse)
-        indices = launch.index_views(problem)
+        indices = structs.index_views(problem)
         self.index_bytes = tuple(0 if a is None else math.prod(a.shape) * a.dtype.itemsize for a in indices)
         self.spans = tuple(edge for a in views for edge in ((0, 0) if a is None else span(a)))
 
@@ -307,4 +307,4 @@ def execute(plan: Plan, problem: Problem, prepared: Callable | None) -> None:
         backend.run(plan, problem)
         return
     views = (problem.q, problem.k, problem.v, problem.out, problem.lse)
-    prepared(*(0 if a is None else a.pointer for a in views), *launch.index_addresses(problem))
+    prepared(*(0 if a is None else a.pointer for a in views), *structs.index_addresses(problem))

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from . import arrays, backends, device, host, launch, staging, warm
+from . import arrays, backends, device, host, launch, staging, structs, warm
 from .types import HOST, Append, ArrayView, Plan, Problem
 
 NUMBERS = (int, float, np.float32, np.float64)
@@ -54,10 +54,14 @@ def signature(
     q: Any, k: Any, v: Any, kv_lengths: Any, page_table: Any, layout: Any, options: dict[str, Any], *, k_new: Any = None,
     v_new: Any = None, rope: Any = None, cache_batch_index: Any = None,
 ) -> Signed | None:
-    """A call that may be warm; None if more than its lengths is not on a device, or if it has options that have no signature."""
+    """A call that may be warm; None if more than its lengths is not on a device, or if it has options that have no signature.
+
+    Scales of heads that come from the host are more: a kept launch would have to keep a copy of them on the device, and that as long as
+    any graph that was captured with it. Once the user puts them there, calls are warm.
+    """
     if not arrays.on_device(q) or kv_lengths is None or (k_new is None) is not (v_new is None) or host.checks():
         return None
-    own = warm.key_of(q, k, v, layout, options, ("kv_start", "stream", *launch.SCALES))
+    own = warm.key_of(q, k, v, layout, options, ("kv_start", "stream", *structs.SCALES))
     if own is None or own[0][0] == HOST or (page_table is not None and cache_batch_index is not None):
         return None
     cos = sin = style = None
@@ -167,7 +171,7 @@ class Launch:
     Parameters
     ----------
     attend : callable
-        Takes the addresses of q, k, v, out, lse and of the arrays of `launch.index_views` and `launch.scale_views`, and launches on
+        Takes the addresses of q, k, v, out, lse and of the arrays of `structs.index_views` and `structs.scale_views`, and launches on
         CuPy's current device and stream.
     append : callable, optional
         Takes the first addresses of the struct of kv_append.cu, and launches likewise; None if there is nothing to append or turn.
@@ -196,7 +200,7 @@ class Launch:
             (-(-size // SCRATCH_ALIGNMENT) * SCRATCH_ALIGNMENT for size in sizes), initial=0,
         )
         self.batch, (self.lowest, self.highest) = problem.batch, bounds(problem, new)
-        self.indices, scales = len(launch.index_views(ready)), launch.scale_views(ready)
+        self.indices, scales = len(structs.index_views(ready)), structs.scale_views(ready)
         self.scaled = bool(scales)
         k_scale, v_scale = scales or (None, None)
         rope = None if new is None else new.rope
@@ -204,7 +208,7 @@ class Launch:
             problem.q, None if new is None else new.k_new, None if new is None else new.v_new, rope and rope.cos, rope and rope.sin,
             problem.kv_lengths, problem.page_table, problem.kv_start, k_scale, v_scale, problem.k, problem.v,
         )
-        by_token = [name for name in launch.SCALES if (a := getattr(views, name)) is not None and a.by_token]
+        by_token = [name for name in structs.SCALES if (a := getattr(views, name)) is not None and a.by_token]
         self.found = [Given._fields.index(name) for name in by_token if self.writes and new is not None and new.quantizes]
         self.spans = [(0, 0) if a is None else warm.span(a) for a in views]
         self.out_span, self.lse_span = (None if a is None else warm.span(a) for a in (problem.out, problem.lse))

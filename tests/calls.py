@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 import compare
 import devices
 import numpy as np
-from cases import Case, Target
+from case import Case
+from cases import Target
 from devices import root
 
 import cuflash

@@ -20,7 +20,7 @@ import pytest
 from numpy.lib.stride_tricks import as_strided
 
 import cuflash
-from cuflash import device, jit, launch
+from cuflash import device, jit, launch, structs
 from cuflash.backends import append, cuda, cuda_append, cuda_merge, cuda_pages
 from cuflash.types import INDICES
 
@@ -155,10 +155,10 @@ class Gpu:
             assert params.dtype.fields is None and params.shape == (1,) and shared == shared_memory
             scales = {}
             if source.name.startswith("decode"):  # whose struct begins with the other
-                params = params.view(launch.DECODE_PARAMS)
+                params = params.view(structs.DECODE_PARAMS)
                 scales = scales_of(params[0]) if "_e4m3_" in source.name else {}
                 params = params["prefill"]
-            params = params.view(STRUCTS.get(source.file, launch.PREFILL_PARAMS))
+            params = params.view(STRUCTS.get(source.file, structs.PREFILL_PARAMS))
             for hook in self.before:
                 hook(params)
             p = params.copy()[0]  # CUDA copies it before the launch returns
@@ -208,7 +208,7 @@ def scales_of(p: np.ndarray) -> dict[str, Any]:
     shape = tuple(int(prefill[x]) for x in (*stored, "heads_kv"))
     return {
         name: memory(p[name], np.float32, shape, p[f"{name}_stride"][:3]) if p[name] else float(p[f"{name[0]}_factor"])
-        for name in launch.SCALES
+        for name in structs.SCALES
     }
 
 
@@ -349,10 +349,10 @@ def compute(name: str, p: np.ndarray, scales: dict[str, Any]) -> None:
     k = memory(p["k"], kv, (*stored, hk, d)[packed:], k_stride[packed:])
     v = memory(p["v"], kv, (*stored, hk, dv)[packed:], v_stride[packed:])
     out = memory(p["out"], dtype, (b, rows, hq, dv)[packed:], p["out_stride"][packed:])
-    window = tuple(-1 if p[x] == launch.NO_LIMIT else int(p[x]) for x in ("window_left", "window_right"))
-    options: dict[str, Any] = {"window": window, "scale": float(p["scale"]) / launch.LOG2E, "backend": "reference"}
+    window = tuple(-1 if p[x] == structs.NO_LIMIT else int(p[x]) for x in ("window_left", "window_right"))
+    options: dict[str, Any] = {"window": window, "scale": float(p["scale"]) / structs.LOG2E, "backend": "reference"}
     if "softcap" in name:
-        options.update(softcap=float(p["softcap"]) / launch.LOG2E, scale=float(p["scale"]) * float(p["softcap"]) / launch.LOG2E)
+        options.update(softcap=float(p["softcap"]) / structs.LOG2E, scale=float(p["scale"]) * float(p["softcap"]) / structs.LOG2E)
     if p["upper_left"]:
         options["causal"] = "upper_left"
     index = index_arrays(p)

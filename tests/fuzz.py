@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from cases import BF16, F16, F32, F64, Builder, Case, Packed, Shape, Target, absent, bias, fixed, mask, tree
+from case import BF16, F16, F32, F64, Builder, Case, Packed, Shape, bias, fixed, mask, tree
+from cases import Target, absent
 from cuflash import tiles
 from hypothesis import strategies as st
 

@@ -13,8 +13,9 @@ from typing import Any
 import calls
 import compare
 import numpy as np
-from cases import F64, Target
-from cuflash import arrays, launch, reference
+from case import F64
+from cases import Target
+from cuflash import arrays, reference, structs
 from cuflash.problem import build_attention, build_varlen, with_outputs
 from cuflash.types import INDICES, Problem
 
@@ -131,7 +132,7 @@ def _lay_out(e: Example, qkv: tuple[np.ndarray, ...]) -> list[np.ndarray]:
     """q, k and v in their memory, such that copies of them can be as wide as the kind says and no wider."""
     laid = list(qkv) if e.expanded else [lay(a, how, e.kind.unit) for a, how in zip(qkv, e.memory, strict=False)]
     for n, a in enumerate(laid):
-        if launch.copy_bytes(tuple(arrays.view(x, "q") for x in laid)) > e.kind.load and a.size:
+        if structs.copy_bytes(tuple(arrays.view(x, "q") for x in laid)) > e.kind.load and a.size:
             laid[n] = lay(a, "offset", e.kind.unit)
     return laid
 

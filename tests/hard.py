@@ -9,7 +9,8 @@ import compare
 import devices
 import numpy as np
 import pytest
-from cases import DTYPES, F32, F64, TARGETS, Target
+from case import DTYPES, F32, F64
+from cases import TARGETS, Target
 
 import cuflash
 

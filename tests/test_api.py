@@ -298,7 +298,7 @@ def test_a_plan_for_pages():
 # --- documentation ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("module", ["alibi", "api", "explanation", "merge", "cache"])
+@pytest.mark.parametrize("module", ["alibi", "api", "cache", "decoding", "explanation", "gradients", "merge", "weights"])
 def test_examples_in_docstrings(module):
     module = importlib.import_module(f"cuflash.{module}")
     failed, tried = doctest.testmod(module)

@@ -9,7 +9,7 @@ import cache_twins
 import compare
 import numpy as np
 import pytest
-from cases import BF16, DTYPES, F16, F32
+from case import BF16, DTYPES, F16, F32
 from test_shared_prefix import CASES, PREFIX, Batch
 
 import cuflash

@@ -9,7 +9,8 @@ import devices
 import numpy as np
 import pytest
 from calls import check, expected, gaps_untouched, parts, present, run
-from cases import ABSENT, ALL_TARGETS, BY_NAME, CASES, F32, TARGETS, Case, Target
+from case import F32, Case
+from cases import ABSENT, ALL_TARGETS, BY_NAME, CASES, TARGETS, Target
 
 from cuflash import backends
 

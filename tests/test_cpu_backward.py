@@ -12,7 +12,7 @@ from typing import Any
 import compare
 import numpy as np
 import pytest
-from cases import BF16, DTYPES, F16, F32, F64
+from case import BF16, DTYPES, F16, F32, F64
 
 import cuflash
 from cuflash.backends import cpu_backward, cpu_backward_kernels, cpu_backward_params, cpu_threads

@@ -6,7 +6,8 @@ import compare
 import numpy as np
 import pytest
 from calls import check, expected, present, run
-from cases import BF16, BY_NAME, F16, Target
+from case import BF16, F16
+from cases import BY_NAME, Target
 
 import cuflash
 from cuflash import device, planner

@@ -7,7 +7,7 @@ from typing import Any
 import compare
 import numpy as np
 import pytest
-from cases import BF16, DTYPES, F16, F32
+from case import BF16, DTYPES, F16, F32
 
 import cuflash
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cases import BF16, F16, F32
+from case import BF16, F16, F32
 
 from cuflash import device, tiles_decode
 from cuflash.backends import cuda, cuda_decode
@@ -57,8 +57,7 @@ def test_a_second_kernel_merges_what_is_much():
 
     def merges(**sizes: Any) -> bool:
         asked = problem(**sizes)
-        chosen = cuda.instance(asked, H200, "decode")
-        how = cuda_decode.split(asked, chosen.tile, H200)
+        chosen, how = cuda_decode.plan(asked, cuda.instance(asked, H200, "decode"), H200).extra
         kernels = list(cuda_decode.steps(asked, chosen, how))
         assert len(kernels) == (1 if chosen.merges or not how.slots else 2)
         if len(kernels) == 2:  # each block takes some rows of a (sequence, head)

@@ -9,7 +9,7 @@ import compare
 import ml_dtypes
 import numpy as np
 import pytest
-from cases import BF16, DTYPES, F16, F32, F64
+from case import BF16, DTYPES, F16, F32, F64
 from refusal import refused
 
 import cuflash

@@ -8,7 +8,7 @@ import compare
 import ml_dtypes
 import numpy as np
 import pytest
-from cases import BF16, F16, F32
+from case import BF16, F16, F32
 from refusal import refused
 
 import cuflash

@@ -9,8 +9,9 @@ from pathlib import Path
 import fuzz_check
 import numpy as np
 import pytest
-from cases import BF16, F32, TARGETS, Target
-from cuflash import device, launch
+from case import BF16, F32
+from cases import TARGETS, Target
+from cuflash import device, structs
 from cuflash import problem as problems
 from cuflash.arrays import view
 from cuflash.backends import cuda
@@ -76,7 +77,7 @@ def test_examples_are_of_their_kind() -> None:
         problem = fuzz_check.emulated(fuzz_check.build(e))
         assert cuda.decline(problem, e.kernel) is None
         if cuda._grid(problem, cuda.instance(problem, H200, e.kernel)) and problem.k.array.size:
-            width = launch.copy_bytes((problem.q, problem.k, problem.v))  # 2 stands for any strides
+            width = structs.copy_bytes((problem.q, problem.k, problem.v))  # 2 stands for any strides
             assert max(width, e.kind.itemsize) == e.kind.load
             names.setdefault(e.kind, set()).add(cuda.instance(problem, H200, e.kernel).name)
 
@@ -90,7 +91,7 @@ def test_memory_holds_the_same_numbers(how: str) -> None:
     laid = fuzz_check.lay(a, how, 2)
     assert (laid == a).all() and laid.base is not a
     if how in fuzz.ROWS:
-        assert launch.copy_bytes((view(laid, "q"),)) >= 4
+        assert structs.copy_bytes((view(laid, "q"),)) >= 4
 
 
 def test_a_fault_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,8 @@ import devices
 import numpy as np
 import pytest
 from calls import STRIDES, Call, cumulative, from_user, pack, plain, present, sequences, to_user
-from cases import DIFFERENTIATED, GRADIENT_TARGETS, Case, Target
+from case import Case
+from cases import DIFFERENTIATED, GRADIENT_TARGETS, Target
 
 import cuflash
 from cuflash import NoBackendError, reference

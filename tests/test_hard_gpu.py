@@ -6,7 +6,8 @@ import compare
 import cuflash
 import numpy as np
 import pytest
-from cases import BF16, CUDA, F16, F32, F64, NUMBA_CUDA, Target
+from case import BF16, F16, F32, F64
+from cases import CUDA, NUMBA_CUDA, Target
 from cuflash.problem import build_attention, build_varlen
 
 pytestmark = pytest.mark.gpu

@@ -9,7 +9,8 @@ import compare
 import devices
 import numpy as np
 import pytest
-from cases import DTYPES, F16, F32, F64, GRADIENT_TARGETS, Target
+from case import DTYPES, F16, F32, F64
+from cases import GRADIENT_TARGETS, Target
 from hard import along_keys, assert_values, every_dtype, normal, zeros
 
 import cuflash

@@ -9,7 +9,8 @@ import devices
 import numpy as np
 import pytest
 from calls import STRIDES
-from cases import BF16, F16, F32, TARGETS, Target
+from case import BF16, F16, F32
+from cases import TARGETS, Target
 from hard import (
     along_keys,
     assert_only_value,

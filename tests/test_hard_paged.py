@@ -6,7 +6,8 @@ import compare
 import devices
 import numpy as np
 import pytest
-from cases import BF16, F32, Target
+from case import BF16, F32
+from cases import Target
 from hard import attend, every_dtype, every_target, normal
 
 import cuflash

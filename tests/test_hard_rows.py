@@ -8,7 +8,8 @@ import compare
 import devices
 import numpy as np
 import pytest
-from cases import BF16, DTYPES, F16, F32, F64, Target
+from case import BF16, DTYPES, F16, F32, F64
+from cases import Target
 from hard import (
     along_keys,
     assert_result,

@@ -5,7 +5,8 @@ from __future__ import annotations
 import compare
 import numpy as np
 import pytest
-from cases import BF16, DTYPES, F32, Target
+from case import BF16, DTYPES, F32
+from cases import Target
 from hard import assert_result, attend, every_dtype, every_target, normal
 
 import cuflash

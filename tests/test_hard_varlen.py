@@ -7,7 +7,8 @@ import math
 import compare
 import numpy as np
 import pytest
-from cases import BF16, F16, F32, Target
+from case import BF16, F16, F32
+from cases import Target
 from hard import assert_only_value, assert_result, attend, every_dtype, every_target, normal, zeros
 
 import cuflash

@@ -6,7 +6,7 @@ import compare
 import devices
 import numpy as np
 import pytest
-from cases import F16, F32
+from case import F16, F32
 from cuflash import arrays, device
 from cuflash import problem as problems
 from cuflash.types import INDICES

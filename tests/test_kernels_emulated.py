@@ -12,7 +12,8 @@ import compare
 import devices
 import numpy as np
 import pytest
-from cases import BF16, CASES, F16, F32, F64, Case, Target, absent, alibi, bias, case, causal, fixed, mask
+from case import BF16, F16, F32, F64, Case, alibi, bias, case, causal, fixed, mask
+from cases import CASES, Target, absent
 from cuflash import device, tiles
 from cuflash import problem as problems
 from cuflash.backends import cuda

@@ -9,7 +9,7 @@ import compare
 import devices
 import numpy as np
 import pytest
-from cases import BF16, DTYPES, F16, F32, F64
+from case import BF16, DTYPES, F16, F32, F64
 from cuflash import arrays, device, reference
 from cuflash import problem as problems
 from cuflash.backends import append, cuda_append

@@ -9,7 +9,7 @@ import devices
 import ml_dtypes
 import numpy as np
 import pytest
-from cases import BF16, DTYPES, F16, F32, F64
+from case import BF16, DTYPES, F16, F32, F64
 from cuflash import arrays, merge_states
 from cuflash.backends import cuda_merge, cuda_pages
 from emulator import emulate

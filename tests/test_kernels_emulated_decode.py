@@ -10,7 +10,8 @@ import calls
 import compare
 import numpy as np
 import pytest
-from cases import BF16, CASES, F16, F32, Case, Target, absent, alibi, case, causal, fixed, mask, sinks, tree
+from case import BF16, F16, F32, Case, alibi, case, causal, fixed, mask, sinks, tree
+from cases import CASES, Target, absent
 from cuflash import device, tiles_decode
 from cuflash import problem as problems
 from cuflash.backends import cuda, cuda_decode
@@ -32,9 +33,9 @@ class Run(NamedTuple):
 
 
 def setup(problem: Problem, gpu: device.DeviceInfo, **changes: Any) -> tuple[cuda_decode.Instance, cuda_decode.Split]:
-    instance = cuda.instance(problem, gpu, "decode")
-    assert instance is not None
-    how = cuda_decode.split(problem, instance.tile, gpu)
+    chosen = cuda.instance(problem, gpu, "decode")
+    assert chosen is not None
+    instance, how = cuda_decode.plan(problem, chosen, gpu).extra
     return instance, dataclasses.replace(how, **changes)
 
 

@@ -10,7 +10,7 @@ import devices
 import ml_dtypes
 import numpy as np
 import pytest
-from cases import BF16, F16, F32
+from case import BF16, F16, F32
 from cuflash import arrays, device, tiles_decode
 from cuflash import problem as problems
 from cuflash.backends import append, cuda, cuda_append, cuda_decode
@@ -76,8 +76,8 @@ def call(
 def check(emulator: emulate.Emulator, problem: Problem, gpu: device.DeviceInfo, side: emulate.Side = "end", **tile: Any) -> str:
     """Run it and compare; the tile of the GPU or a changed one. Returns the instance's name."""
     assert cuda.decline(problem, "decode") is None
-    instance = cuda.instance(problem, gpu, "decode")
-    emulator.run_decode(problem, gpu, instance, cuda_decode.split(problem, instance.tile, gpu), side=side)
+    instance, how = cuda_decode.plan(problem, cuda.instance(problem, gpu, "decode"), gpu).extra
+    emulator.run_decode(problem, gpu, instance, how, side=side)
     want = compare.expect([problem.replace(out=None, lse=None)])
     compare.assert_close(problem.out.array, want.out[0], want.out_bound, "out")
     compare.assert_close(problem.lse.array, want.lse[0], want.lse_bound, "lse")
@@ -151,8 +151,8 @@ def test_bad_pages_are_not_followed(emulator):
     problem = call(F16, page=16, queries=5, window=(20, 0), keys=160, short=160)
     table = problem.page_table.copy()
     table[0, 9], table[1, 2] = -1, len(problem.k.array)
-    instance = cuda.instance(problem, H200, "decode")
-    emulator.run_decode(problem.replace(page_table=table), H200, instance, cuda_decode.split(problem, instance.tile, H200))
+    instance, how = cuda_decode.plan(problem, cuda.instance(problem, H200, "decode"), H200).extra
+    emulator.run_decode(problem.replace(page_table=table), H200, instance, how)
     assert np.isnan(problem.out.array[0].astype(F32)).all()
     want = compare.expect([problem.replace(out=None, lse=None)])
     compare.assert_close(problem.out.array[1], want.out[0][1], want.out_bound, "out")

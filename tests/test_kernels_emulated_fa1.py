@@ -8,7 +8,8 @@ from collections.abc import Iterator
 import compare
 import numpy as np
 import pytest
-from cases import BF16, CASES, F16, Target, absent, case, causal, fixed
+from case import BF16, F16, case, causal, fixed
+from cases import CASES, Target, absent
 from cuflash import device, tiles_fa1
 from cuflash import problem as problems
 from cuflash.backends import cuda

@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator
 import compare
 import numpy as np
 import pytest
-from cases import BF16, CASES, F32, F64, absent, bias, case, causal, mask
+from case import BF16, F32, F64, bias, case, causal, mask
+from cases import CASES, absent
 from cuflash import device, tiles_fp
 from cuflash import problem as problems
 from cuflash.backends import cuda

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from cases import BF16, F16, alibi, case, fixed, sinks
+from case import BF16, F16, alibi, case, fixed, sinks
 from cuflash.backends import cuda, cuda_decode
 from emulator import emulate
 from test_kernels_emulated import H200

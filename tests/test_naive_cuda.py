@@ -19,7 +19,8 @@ import test_hard_paged
 import test_hard_rows
 import test_hard_varlen
 from calls import check, expected, gaps_untouched, present
-from cases import BF16, CASES, DTYPES, F16, F32, F64, Case, Target
+from case import BF16, DTYPES, F16, F32, F64, Case
+from cases import CASES, Target
 from emulator import emulate
 from emulator.guarded import Guarded
 

@@ -11,7 +11,7 @@ import compare
 import devices
 import numpy as np
 import pytest
-from cases import BF16, F32, F64
+from case import BF16, F32, F64
 
 import cuflash
 from cuflash import planner

@@ -9,30 +9,11 @@ import compare
 import numpy as np
 import pytest
 from calls import check, expected, gaps_untouched, present, run
-from cases import (
-    BF16,
-    DTYPES,
-    F32,
-    F64,
-    TARGETS,
-    Builder,
-    Case,
-    Packed,
-    Shape,
-    Target,
-    alibi,
-    bias,
-    causal,
-    fixed,
-    mask,
-    prefix,
-    relative_table,
-    sinks,
-    sqdist_per_feature,
-    squash,
-    strided_keys,
-    upper_left,
+from case import (
+    BF16, DTYPES, F32, F64, Builder, Case, Packed, Shape, alibi, bias, causal, fixed, mask, prefix, relative_table, sinks,
+    sqdist_per_feature, squash, strided_keys, upper_left,
 )
+from cases import TARGETS, Target
 from hard import assert_result, assert_values, attend
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st

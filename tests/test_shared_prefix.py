@@ -9,7 +9,7 @@ import compare
 import ml_dtypes
 import numpy as np
 import pytest
-from cases import DTYPES, F16, F32
+from case import DTYPES, F16, F32
 from warm_calls import gpu, nothing_kept, there  # noqa: F401  fixtures among them
 
 import cuflash

@@ -10,7 +10,7 @@ import re
 import ml_dtypes
 import numpy as np
 import pytest
-from cuflash import device, jit, launch, planner, tiles, tiles_fp
+from cuflash import device, jit, planner, structs, tiles, tiles_fp
 from cuflash import problem as problems
 from cuflash.backends import cuda, numba_cuda
 from cuflash.types import UNBOUNDED
@@ -155,40 +155,41 @@ def test_width_of_copies(make, width):
     from cuflash import arrays
 
     view = dataclasses.replace(arrays.view(a, "q"), pointer=1 << 12)
-    assert launch.copy_bytes((view,)) == width
+    assert structs.copy_bytes((view,)) == width
     for offset in (2, 4, 8):  # bytes off alignment
-        shifted = launch.copy_bytes((dataclasses.replace(view, pointer=view.pointer + offset),))
+        shifted = structs.copy_bytes((dataclasses.replace(view, pointer=view.pointer + offset),))
         assert shifted == (min(width, offset) if a.size else 16)
 
 
 def test_packed_parameters():
     p = problem((2, 300, 6, 80), heads_kv=2, dv=40, sk=500, window=(17, UNBOUNDED), scale=0.5)
-    r = launch.pack_prefill(p, 128, 3, True, {"kv_lengths": 77})[0]
+    r = structs.pack_prefill(p, 128, 3, True, {"kv_lengths": 77})[0]
     assert (r["batch"], r["heads_q"], r["heads_kv"], r["group"], r["head_dim"], r["head_dim_v"]) == (2, 6, 2, 3, 80, 40)
     assert (r["q_rows"], r["k_rows"], r["m_tiles"], r["section"]) == (300, 500, 3, 3)
-    assert (r["window_left"], r["window_right"], r["upper_left"]) == (17, launch.NO_LIMIT, 0)
+    assert (r["window_left"], r["window_right"], r["upper_left"]) == (17, structs.NO_LIMIT, 0)
     assert r["q_stride"].tolist() == [300 * 6 * 80, 6 * 80, 80, 1]
     assert r["v_stride"].tolist() == [500 * 2 * 40, 2 * 40, 40, 1]
     assert r["lse_stride"].tolist() == [6 * 300, 1, 300, 0]
     assert r["kv_lengths"] == 77 and r["kv_start"] == 0 and r["q"] == p.q.pointer
-    assert math.isclose(r["logit_scale"], 0.5 * launch.LOG2E, rel_tol=1e-7)
-    assert r["logit_scale64"] == 0.5 * launch.LOG2E and r["scale64"] == 0.5 * launch.LOG2E
-    soft = launch.pack_prefill(problem(softcap=4.0, scale=0.5), 128, 1, False, {})[0]
-    assert math.isclose(soft["scale"], 0.125) and math.isclose(soft["softcap"], 4 * launch.LOG2E, rel_tol=1e-7) and soft["logit_scale"] == 1
+    assert math.isclose(r["logit_scale"], 0.5 * structs.LOG2E, rel_tol=1e-7)
+    assert r["logit_scale64"] == 0.5 * structs.LOG2E and r["scale64"] == 0.5 * structs.LOG2E
+    soft = structs.pack_prefill(problem(softcap=4.0, scale=0.5), 128, 1, False, {})[0]
+    assert math.isclose(soft["scale"], 0.125) and soft["logit_scale"] == 1
+    assert math.isclose(soft["softcap"], 4 * structs.LOG2E, rel_tol=1e-7)
 
 
 @pytest.mark.parametrize("scale", [0.125, 1.0, 1e-3])
 @pytest.mark.parametrize("softcap", [0.5, 30.0, 1e4])
 def test_series_of_a_softcap(softcap, scale):
     """Logits as the kernel computes them, from coefficients in float32, up to the limits that it compares with."""
-    r = launch.pack_prefill(problem(softcap=softcap, scale=scale), 128, 1, True, {})[0]
+    r = structs.pack_prefill(problem(softcap=softcap, scale=scale), 128, 1, True, {})[0]
     assert 0 < r["near_limit"] <= r["softcap_limit"]
     for limit, series in ((r["near_limit"], r["near_series"]), (r["softcap_limit"], r["softcap_series"])):
         if limit == r["near_limit"] and not series.any():  # float32 does not hold the longer one
             continue
         s = np.linspace(0, float(limit), 1001)[1:]
         got = s * np.polynomial.polynomial.polyval(s * s, series.astype(float))
-        want = launch.LOG2E * softcap * np.tanh(scale * s / softcap)
+        want = structs.LOG2E * softcap * np.tanh(scale * s / softcap)
         np.testing.assert_allclose(got, want, rtol=1.5 * np.finfo(np.float32).eps)
         assert series[-1] > 0  # the logit of -inf is -inf
 
@@ -201,14 +202,14 @@ def test_the_kernel_has_the_same_series_in_its_own_unit():
     line = next(line for line in text.splitlines() if "u - " in line and "fmaf" in line)
     (third, *others), signs = [float(x) for x in re.findall(r"([\d.]+)f\b", line)], re.findall(r"(-?)[\d.]+f\b", line)
     kernel = [1.0, -third, *(-x if sign else x for sign, x in zip(signs[1:], others, strict=True))][::-1]
-    wanted = [c * unit ** (2 * n + 1) for n, c in enumerate(launch.TANH_SERIES[1])]
+    wanted = [c * unit ** (2 * n + 1) for n, c in enumerate(structs.TANH_SERIES[1])]
     np.testing.assert_allclose(kernel, wanted, rtol=np.finfo(np.float32).eps)
-    assert limit == launch.TANH_SERIES[0]
+    assert limit == structs.TANH_SERIES[0]
 
 
 @pytest.mark.parametrize("options", [{}, {"softcap": 30.0, "scale": -0.1}, {"softcap": 1e8}, {"softcap": 30.0, "scale": 1e-12}])
 def test_no_series_where_it_cannot_serve(options):
-    r = launch.pack_prefill(problem(**options), 128, 1, True, {})[0]
+    r = structs.pack_prefill(problem(**options), 128, 1, True, {})[0]
     assert r["near_limit"] == r["softcap_limit"] == -1
 
 
@@ -216,7 +217,7 @@ def test_negative_and_zero_strides_are_packed_as_they_are():
     a = np.zeros((2, 8, 4, 64), F16)
     q, k, v = a[:, ::-1], np.broadcast_to(a[:, :, :1], a.shape), a[..., ::-1]
     p = problems.with_outputs(problems.build_attention(q, k, v), None, None, False, "BSHD", 4)[0]
-    r = launch.pack_prefill(p, 64, 1, True, {})[0]
+    r = structs.pack_prefill(p, 64, 1, True, {})[0]
     assert r["q_stride"].tolist() == [8 * 4 * 64, -4 * 64, 64, 1]
     assert r["k_stride"].tolist() == [8 * 4 * 64, 4 * 64, 0, 1]
     assert r["v_stride"].tolist() == [8 * 4 * 64, 4 * 64, 64, -1]
@@ -283,10 +284,10 @@ def test_what_overflows_in_the_kernels_units_is_declined(dtype, options, word):
 def test_what_is_just_within_the_kernels_units_is_not_declined(dtype, options):
     p = problem(dtype=np.dtype(dtype), **options)
     assert cuda.decline(p, "fa2") is None
-    pack = launch.pack_prefill(p, 128, 1, True, {})[0]
+    pack = structs.pack_prefill(p, 128, 1, True, {})[0]
     number = "64" if dtype == np.float64 else ""
     assert all(np.isfinite(pack[f"{name}{number}"]) for name in ("scale", "softcap", "logit_scale"))
-    assert all(np.isfinite(a).all() or name == "sinks" for name, a in launch.small_arrays(p).items())
+    assert all(np.isfinite(a).all() or name == "sinks" for name, a in structs.small_arrays(p).items())
 
 
 # ---- index maps of shared memory: the formulas of layout.cuh --------------------------------------------------------------
@@ -366,7 +367,7 @@ def test_every_tile_of_the_grid_is_done_once():
 def test_pages_are_found_by_a_multiplication():
     rng = np.random.default_rng(0)
     for size in (1, 2, 3, 5, 7, 16, 17, 64, 100, 255, 256, 257, 65535, (1 << 20) + 1, 1 << 30, (1 << 31) - 1):
-        magic, shift = launch.page_divisor(size)
+        magic, shift = structs.page_divisor(size)
         assert magic < 1 << 32 and shift < 64
         multiples = size * rng.integers(0, (1 << 31) // size + 1, 200)
         keys = np.concatenate([multiples - 1, multiples, multiples + 1, rng.integers(0, 1 << 31, 200), [0, (1 << 31) - 1]])
@@ -378,7 +379,7 @@ def test_which_biases_are_read_by_whole_instructions():
     p = problem((2, 256, 4, 64), bias=np.zeros((4, 256, 256), F16), mask=np.ones((256, 256), bool))
 
     def flags(**changes):
-        r = launch.pack_prefill(p.replace(**changes), 128, 1, False, {})[0]
+        r = structs.pack_prefill(p.replace(**changes), 128, 1, False, {})[0]
         return bool(r["bias_vector"]), bool(r["mask_vector"])
 
     def moved(a, pointer=1 << 12, **changes):
@@ -389,12 +390,12 @@ def test_which_biases_are_read_by_whole_instructions():
     assert flags(bias=moved(p.bias), mask=moved(p.mask, (1 << 12) + 4)) == (True, False)
     assert flags(bias=moved(p.bias), mask=moved(p.mask), mask_is_tail=True) == (True, False)
     assert flags(bias=moved(p.bias, strides=(0, 131072, 514, 2)), mask=moved(p.mask, strides=(0, 0, 256, 2))) == (False, False)
-    r = launch.pack_prefill(p, 128, 1, False, {})[0]
+    r = structs.pack_prefill(p, 128, 1, False, {})[0]
     assert r["bias_stride"].tolist() == [0, 256, 65536, 1] and r["mask_stride"].tolist() == [0, 256, 0, 1]
     assert (r["matrix_rows"], r["bias_columns"], r["mask_columns"], r["mask_tail"]) == (256, 256, 256, 0)
-    assert math.isclose(r["scale"], 0.125) and math.isclose(r["logit_scale"], launch.LOG2E, rel_tol=1e-7)  # natural logits
+    assert math.isclose(r["scale"], 0.125) and math.isclose(r["logit_scale"], structs.LOG2E, rel_tol=1e-7)  # natural logits
 
 
 def test_entries_of_a_page_table_that_do_not_fit_are_bad():
     table = np.array([[0, 2**31 - 1, 2**31, -1, -(2**40), 2**40]])
-    assert launch.page_entries(table).tolist() == [[0, 2**31 - 1, -1, -1, -1, -1]] and launch.page_entries(table).dtype == np.int32
+    assert structs.page_entries(table).tolist() == [[0, 2**31 - 1, -1, -1, -1, -1]] and structs.page_entries(table).dtype == np.int32

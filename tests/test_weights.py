@@ -14,7 +14,7 @@ from typing import Any
 import compare
 import numpy as np
 import pytest
-from cases import BF16, DTYPES, F16, F32, F64
+from case import BF16, DTYPES, F16, F32, F64
 from refusal import refused
 
 import cuflash

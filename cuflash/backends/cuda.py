@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from .. import device, jit, launch, tiles
+from .. import device, jit, launch, structs, tiles
 from ..tiles import Tile
 from ..types import HOST, INDICES, UNBOUNDED, ArrayView, Plan, Problem, name_of
 from . import cuda_append, cuda_decode, cuda_fa1, cuda_fp, cuda_merge, cuda_pages, naive_cuda, packed
@@ -108,14 +108,14 @@ def decline(problem: Problem, kernel: str) -> str | None:
     for name, asked in absent.items():
         if asked:
             return f"{name} is not part of this version of its kernels"
-    if (reason := launch.out_of_range(problem)) is not None:
+    if (reason := structs.out_of_range(problem)) is not None:
         return reason
     sizes = (problem.head_dim, problem.head_dim_v)
     if not all(1 <= size <= tiles.LARGEST_HEAD for size in sizes):
         return f"head sizes {sizes[0]} and {sizes[1]}; it takes 1 to {tiles.LARGEST_HEAD}"
     longest = max(problem.q.shape[-3], problem.k.shape[-3], problem.seqlen_q, problem.seqlen_k)
-    if longest > launch.LONGEST:
-        return f"sequences of {longest:,} rows; it takes at most {launch.LONGEST:,}"
+    if longest > structs.LONGEST:
+        return f"sequences of {longest:,} rows; it takes at most {structs.LONGEST:,}"
     if problem.op != "attention" and problem.op != "decode":
         return "it has no backward pass yet"
     if problem.q.device == HOST or unusable() is not None:  # what the kernel could do; the planner asks for the GPU itself
@@ -144,7 +144,7 @@ def instance(problem: Problem, info: device.DeviceInfo, kernel: str = "fa2") -> 
     mask = MASK_RIGHT | MASK_LEFT if left else MASK_RIGHT if right else MASK_LENGTH
     if problem.mask is not None:
         mask |= MASK_ARRAY
-    load, score = launch.copy_bytes((problem.q, problem.k, problem.v)), score_kind(problem)
+    load, score = structs.copy_bytes((problem.q, problem.k, problem.v)), score_kind(problem)
     if kernel == "decode":
         return cuda_decode.instance(problem, info, load, score)
     if kernel == "fa1":
@@ -179,7 +179,7 @@ def score_kind(problem: Problem) -> int:
     kind = (SCORE_SOFTCAP if problem.softcap else 0) | (SCORE_ALIBI if problem.alibi_slopes is not None else 0)
     if problem.bias is not None:
         kind |= SCORE_BIAS if problem.bias.dtype == problem.q.dtype else SCORE_BIAS32
-    foldable = 1e-30 < float(problem.scale) * launch.LOG2E < 1e30  # type: ignore[arg-type]
+    foldable = 1e-30 < float(problem.scale) * structs.LOG2E < 1e30  # type: ignore[arg-type]
     return kind if kind or foldable else SCORE_SCALED
 
 
@@ -190,13 +190,9 @@ def plan(problem: Problem, kernel: str) -> Plan:
     info = device.probe(problem.q.device)
     chosen = instance(problem, info, kernel)
     assert chosen is not None  # else it was declined
-    t = chosen.tile
     if isinstance(chosen, cuda_decode.Instance):
-        how = cuda_decode.split(problem, t, info)
-        return Plan(
-            kernel=kernel, backend=NAME, reason=f"{cuda_decode.why(problem, chosen, how)} on {info.name}", tile=(t.m, t.n),
-            num_splits=how.parts, threads=t.threads, workspace=cuda_decode.workspace(problem, chosen, how).total, extra=(chosen, how),
-        )
+        return cuda_decode.plan(problem, chosen, info)
+    t = chosen.tile
     units = cuda_fp.why(chosen) if isinstance(chosen, cuda_fp.Instance) else "tensor cores (mma.sync)"
     warps = f"{t.warps} warps" + " that share the keys" * (kernel == "fa1")
     why = f"{units}, {t.m} rows x {t.n} keys a block of {warps}, {chosen.shared_memory:,} bytes of shared memory on {info.name}"
@@ -218,7 +214,7 @@ def _section(problem: Problem, chosen: AnyInstance, info: device.DeviceInfo) -> 
         return 1
     keys = problem.k.shape[0] // problem.batch if chosen.flat else problem.seqlen_k  # in a flat grid, sequence comes after sequence
     bytes_per_pair = problem.q.dtype.itemsize * keys * (problem.head_dim + problem.head_dim_v) // problem.group_size
-    m_tiles = max(1, launch.flat_tiles(problem, chosen.tile.m) if chosen.flat else -(-problem.seqlen_q // chosen.tile.m))
+    m_tiles = max(1, structs.flat_tiles(problem, chosen.tile.m) if chosen.flat else -(-problem.seqlen_q // chosen.tile.m))
     most = max(1, min(pairs, info.l2_bytes * 3 // 4 // max(1, bytes_per_pair), LARGEST_GRID // m_tiles))
     sections = -(-pairs // most)
     return -(-pairs // sections)
@@ -229,7 +225,7 @@ def _grid(problem: Problem, chosen: AnyInstance | cuda_decode.Instance) -> int:
     if isinstance(chosen, cuda_decode.Instance):
         return 0  # as many blocks as the GPU holds
     if chosen.flat:
-        return problem.heads_q * launch.flat_tiles(problem, m) if problem.q.shape[0] else 0
+        return problem.heads_q * structs.flat_tiles(problem, m) if problem.q.shape[0] else 0
     return problem.batch * problem.heads_q * -(-problem.seqlen_q // m) * chosen.slices
 
 
@@ -256,34 +252,34 @@ def prepare(plan: Plan, problem: Problem) -> launch.Prepared | None:
     """The launch of ``run`` for calls that differ in addresses alone; None if a call has more to do.
 
     It takes the addresses of q, k, v, out and lse, which must be aligned as those of the problem are; and where index arrays are on
-    the device, those of `launch.index_views`, then of `launch.scale_views`.
+    the device, those of `structs.index_views`, then of `structs.scale_views`.
     """
     if plan.kernel == "naive" or any(getattr(problem, name) is not None for name in OWN_ARRAYS):
         return None
     if any(isinstance(getattr(problem, name), np.ndarray) for name in (*INDICES, "page_table")):
         return None
-    if any(name in launch.small_arrays(problem) for name in launch.SCALES):  # those of heads, from the host
+    if any(name in structs.small_arrays(problem) for name in structs.SCALES):  # those of heads, from the host
         return None
     if plan.kernel == "decode":
         return cuda_decode.prepare(plan, problem)
     ready, steps = _steps(plan, problem)
     if not steps:
         return None
-    return launch.Prepared(steps, _params(plan, problem, ready, {}), addresses=5 + len(launch.index_addresses(problem)))
+    return launch.Prepared(steps, _params(plan, problem, ready, {}), addresses=5 + len(structs.index_addresses(problem)))
 
 
 def make_ready(plan: Plan, problem: Problem) -> None:
     """Fail as ``run`` would: for want of a compiler, or in a stream capture that it cannot be part of. Nothing is launched."""
     if plan.kernel != "naive":
         (cuda_decode.launches if plan.kernel == "decode" else _steps)(plan, problem)
-        if wanted := launch.small_arrays(problem):
+        if wanted := structs.small_arrays(problem):
             launch.refuse_capture(launch.copied(wanted))
 
 
 def _steps(plan: Plan, problem: Problem) -> tuple[AnyInstance, list[launch.Step]]:
     """The planned instance for the arrays of this run, which may be aligned otherwise than those of the plan; and what is launched."""
     place = problem.q.device
-    ready = with_load(plan.extra[0], launch.copy_bytes((problem.q, problem.k, problem.v)), device.probe(place))
+    ready = with_load(plan.extra[0], structs.copy_bytes((problem.q, problem.k, problem.v)), device.probe(place))
     steps = []
     rows, grid = problem.q.shape[0], _grid(problem, ready)
     if isinstance(problem.cu_seqlens_q, ArrayView) and rows and problem.heads_q:
@@ -296,7 +292,7 @@ def _steps(plan: Plan, problem: Problem) -> tuple[AnyInstance, list[launch.Step]
 
 
 def _params(plan: Plan, problem: Problem, ready: AnyInstance, pointers: dict[str, int]) -> np.ndarray:
-    return launch.pack_prefill(problem, ready.tile.m, plan.extra[1], ready.factor_left, pointers, ready.flat)
+    return structs.pack_prefill(problem, ready.tile.m, plan.extra[1], ready.factor_left, pointers, ready.flat)
 
 
 @functools.cache
@@ -304,7 +300,7 @@ def clear_source(out_bytes: int, lse_bytes: int, flat: bool) -> jit.Source:
     """The kernel that clears the rows which others leave, where cu_seqlens_q is on the device; for elements of so many bytes."""
     name = f"clear_rows_out{8 * out_bytes}_lse{8 * lse_bytes}" + "_flat" * flat
     stub = (
-        f'static_assert(sizeof(PrefillParams) == {launch.PREFILL_PARAMS.itemsize}, "launch.py mirrors params.cuh");\n'
+        f'static_assert(sizeof(PrefillParams) == {structs.PREFILL_PARAMS.itemsize}, "structs.py mirrors params.cuh");\n'
         f'static_assert(CLEAR_ROWS == {CLEAR_ROWS}, "as cuda.py has it");\n'
         f'extern "C" __global__ void __launch_bounds__(CLEAR_ROWS) {name}(const __grid_constant__ PrefillParams p) {{\n'
         f"    clear_rows<u{8 * out_bytes}, {'double' if lse_bytes == 8 else 'float'}, {str(flat).lower()}>(p);\n"
@@ -329,7 +325,7 @@ def with_load(chosen: AnyInstance, load: int, info: device.DeviceInfo) -> AnyIns
 @contextlib.contextmanager
 def _small_arrays(problem: Problem) -> Iterator[dict[str, int]]:
     """Device addresses of the problem's small arrays; see `launch.uploaded`."""
-    with launch.uploaded(launch.small_arrays(problem)) as pointers:
+    with launch.uploaded(structs.small_arrays(problem)) as pointers:
         yield {**{name: getattr(problem, name).pointer for name in problem.indices_on_device}, **pointers}
 
 

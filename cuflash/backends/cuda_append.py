@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from .. import device, jit, launch
+from .. import device, jit, launch, structs
 from ..types import E4M3, Append, ArrayView, Problem, name_of
 from .cuda_instance import CUDA_TYPES, SHORT_TYPES
 
@@ -27,9 +27,9 @@ MOST_THREADS = 2**31 - THREADS  # of a launch: the kernel counts them in 32 bits
 PARAMS = np.dtype(
     [
         *((name, np.uint64) for name in (
-            "q", "k_new", "v_new", "cos", "sin", "lengths", "page_table", "q_turned", "k", "v", "lengths_after", *launch.SCALES,
+            "q", "k_new", "v_new", "cos", "sin", "lengths", "page_table", "q_turned", "k", "v", "lengths_after", *structs.SCALES,
         )),
-        *((f"{name}_stride", launch.STRIDES) for name in ("q", "k_new", "v_new", "k", "v", *launch.SCALES)),
+        *((f"{name}_stride", structs.STRIDES) for name in ("q", "k_new", "v_new", "k", "v", *structs.SCALES)),
         *((name, np.int64) for name in ("cos_row", "cos_column", "sin_row", "sin_column")),
         *((name, np.uint32) for name in ("k_units", "v_units", "q_units", "k_total", "v_total", "q_total", "lengths_total")),
         *((name, np.int32) for name in (
@@ -83,8 +83,8 @@ def decline(problem: Problem, new: Append) -> str | None:
     if info.cc < needed:
         return f"{dtype} needs compute capability {needed[0]}.{needed[1]}, {info.name} has {info.cc[0]}.{info.cc[1]}"
     longest = max(problem.seqlen_q, problem.seqlen_k)
-    if longest > launch.LONGEST:
-        return f"sequences of {longest:,} rows; it takes at most {launch.LONGEST:,}"
+    if longest > structs.LONGEST:
+        return f"sequences of {longest:,} rows; it takes at most {structs.LONGEST:,}"
     keys, rows = problem.batch * new.count * problem.heads_kv, problem.batch * problem.seqlen_q * problem.heads_q
     if new.quantizes and max(problem.head_dim, problem.head_dim_v) > MOST_COLUMNS:
         return f"head sizes {problem.head_dim} and {problem.head_dim_v}; it quantizes up to {MOST_COLUMNS} numbers a head"
@@ -103,11 +103,11 @@ def appended(problem: Problem, new: Append) -> Iterator[Problem]:
     """
     place = problem.q.device
     function = jit.function(source_for(problem, new), place)
-    small = {name: a for name, a in launch.small_arrays(problem).items() if name in launch.SCALES}
+    small = {name: a for name, a in structs.small_arrays(problem).items() if name in structs.SCALES}
     if isinstance(new.lengths, np.ndarray):
         small["lengths"] = np.ascontiguousarray(new.lengths)
     if isinstance(problem.page_table, np.ndarray):
-        small["page_table"] = launch.page_entries(problem.page_table)
+        small["page_table"] = structs.page_entries(problem.page_table)
     with contextlib.ExitStack() as stack:
         pointers = stack.enter_context(launch.uploaded(small))
         fresh: dict[str, Any] = {}
@@ -150,12 +150,12 @@ def pack_quantize(x: ArrayView, codes: ArrayView, scale: ArrayView | float) -> t
     p = np.zeros(1, PARAMS)
     batch, keys, heads, size = x.shape
     values: dict[str, Any] = {
-        "k_new": x.pointer, "k_new_stride": launch.element_strides(x, "brhc"), "k": codes.pointer,
-        "k_stride": launch.element_strides(codes, "brhc"), "new_keys": keys, "heads_kv": heads, "head_dim": size,
+        "k_new": x.pointer, "k_new_stride": structs.element_strides(x, "brhc"), "k": codes.pointer,
+        "k_stride": structs.element_strides(codes, "brhc"), "new_keys": keys, "heads_kv": heads, "head_dim": size,
         "capacity": keys, "k_total": batch * keys * heads * ROW,
     }
     if isinstance(scale, ArrayView):
-        values |= {"k_scale": scale.pointer, "k_scale_stride": launch.element_strides(scale, "brh"), "k_by_token": scale.by_token}
+        values |= {"k_scale": scale.pointer, "k_scale_stride": structs.element_strides(scale, "brh"), "k_by_token": scale.by_token}
     else:
         values["k_factor"] = scale
     for name, value in values.items():
@@ -179,7 +179,7 @@ def units(problem: Problem, new: Append) -> tuple[dict[str, int], list[int]]:
             continue
         in_vector = 16 // arrays[-1].dtype.itemsize
         inside = turned > 0 and new.rope is not None and new.rope.interleaved  # a pair lies in one piece of 16 bytes
-        vector = rows > 0 and launch.copy_bytes(arrays) == 16 and (inside or turned % in_vector == 0)  # type: ignore[arg-type]
+        vector = rows > 0 and structs.copy_bytes(arrays) == 16 and (inside or turned % in_vector == 0)  # type: ignore[arg-type]
         width = in_vector if vector else 1
         fields[f"{name}_vector"] = vector
         fields[f"{name}_units"] = columns // width - (0 if vector and inside else turned // width)
@@ -198,14 +198,14 @@ def pack(
     values |= dict(zip(("k_total", "v_total", "q_total", "lengths_total"), totals, strict=True))
     for name, a in (("q", problem.q), ("k", problem.k), ("v", problem.v), ("k_new", new.k_new), ("v_new", new.v_new)):
         if a is not None:
-            values[name], values[f"{name}_stride"] = a.pointer, launch.element_strides(a, "brhc")
+            values[name], values[f"{name}_stride"] = a.pointer, structs.element_strides(a, "brhc")
     for name, a in (("lengths", new.lengths), ("page_table", problem.page_table), ("q_turned", q_turned), ("lengths_after", lengths_after)):
         if isinstance(a, ArrayView):
             values[name] = a.pointer
     if new.rope is not None:
         for name, a in (("cos", new.rope.cos), ("sin", new.rope.sin)):
             values[name] = a.pointer
-            values[f"{name}_row"], values[f"{name}_column"] = launch.element_strides(a, "rc")[1::2]
+            values[f"{name}_row"], values[f"{name}_column"] = structs.element_strides(a, "rc")[1::2]
         values |= {
             "positions": new.rope.cos.shape[0], "pairs": new.rope.cos.shape[1], "interleaved": new.rope.interleaved,
             "table_float": new.rope.cos.dtype == np.float32,
@@ -216,11 +216,11 @@ def pack(
         "lengths_i32": new.lengths.dtype == np.int32, "capacity": problem.seqlen_k,
     }
     if new.quantizes:
-        values |= launch.scale_values(problem, pointers)
-        values |= {f"{name[0]}_by_token": (a := getattr(problem, name)) is not None and a.by_token for name in launch.SCALES}
+        values |= structs.scale_values(problem, pointers)
+        values |= {f"{name[0]}_by_token": (a := getattr(problem, name)) is not None and a.by_token for name in structs.SCALES}
     if problem.paged:
         values |= {"page_size": problem.page_size, "max_pages": problem.page_table.shape[1], "pages": problem.k.shape[0]}
-        values["page_magic"], values["page_shift"] = launch.page_divisor(problem.page_size)
+        values["page_magic"], values["page_shift"] = structs.page_divisor(problem.page_size)
     for name, value in {**values, **pointers}.items():
         p[0][name] = value
     return sum(totals), p

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from .. import jit, launch, tiles, tiles_decode
+from .. import jit, launch, structs, tiles, tiles_decode
 from ..device import DeviceInfo
 from ..tiles_decode import DecodeTile
 from ..types import UNBOUNDED, Plan, Problem, name_of
@@ -27,8 +27,8 @@ MOST_ROWS = 128  # likewise: with more query heads and queries a key/value head,
 INVARIANT_KEYS = 512  # of a part under batch_invariant, at least
 INVARIANT_PARTS = 64  # of a sequence under batch_invariant, at most
 COMBINE_THREADS, COMBINE_ROWS = 128, 4  # of a block
-# Partial results of a (sequence, head) that its last block merges. On an H200 a second kernel takes 2 us more for 32 KiB, and 10 us less for
-# 128 KiB.
+# Partial results of a (sequence, head) that its last block merges. On an H200 a second kernel takes 2 us more for 32 KiB, and 10 us less
+# for 128 KiB.
 MERGED_BYTES = 1 << 16
 LEAST_TILES = 2  # of a run: what a part more costs takes about as long as reading one
 
@@ -110,7 +110,7 @@ def decline(problem: Problem) -> str | None:
     name = next((name for name, there in asked.items() if there), None)
     if name is not None:
         return f"it has no {name}; kernel='fa2' has"
-    if problem.e4m3 and launch.copy_bytes((problem.k, problem.v)) < 4:
+    if problem.e4m3 and structs.copy_bytes((problem.k, problem.v)) < 4:
         strides = f"head sizes {problem.head_dim} and {problem.head_dim_v}, strides {problem.k.strides} and {problem.v.strides}"
         return f"{problem.k.dtype} arrays of {strides}; columns must be contiguous, all else whole multiples of 4 bytes"
     return None
@@ -130,11 +130,20 @@ def instance(problem: Problem, info: DeviceInfo, load: int, score: int) -> Insta
     tile = tiles_decode.decode(rows, d, dv, info, problem.paged, alike, load == 2, itemsize)
     if tile is None:
         return None
-    how = split(problem, tile, info)
-    merges = 4 * how.parts * min(how.rows, tile.m) * dv <= MERGED_BYTES
     return Instance(
-        name_of(problem.q.dtype), name_of(problem.out_dtype), d, dv, tile, mask_kind(problem), score, load, one, problem.paged, merges,
-        problem.e4m3,
+        name_of(problem.q.dtype), name_of(problem.out_dtype), d, dv, tile, mask_kind(problem), score, load, one, problem.paged,
+        e4m3=problem.e4m3,
+    )
+
+
+def plan(problem: Problem, chosen: Instance, info: DeviceInfo) -> Plan:
+    """How the keys are split, and who merges the parts."""
+    how, t = split(problem, chosen.tile, info), chosen.tile
+    merges = 4 * how.parts * min(how.rows, t.m) * chosen.dv <= MERGED_BYTES
+    chosen = dataclasses.replace(chosen, merges=merges)
+    return Plan(
+        kernel="decode", backend="cuda", reason=f"{why(problem, chosen, how)} on {info.name}", tile=(t.m, t.n), num_splits=how.parts,
+        threads=t.threads, workspace=workspace(problem, chosen, how).total, extra=(chosen, how),
     )
 
 
@@ -219,17 +228,17 @@ def workspace(problem: Problem, chosen: Instance, how: Split) -> Workspace:
 def pack(
     problem: Problem, chosen: Instance, how: Split, pointers: dict[str, int], memory: tuple[int, int, int] = (0, 0, 0),
 ) -> np.ndarray:
-    """The struct of one launch; ``memory`` has the addresses of the workspace, the rest is as for launch.pack_prefill."""
-    p = np.zeros(1, launch.DECODE_PARAMS)
-    shared = {name: at for name, at in pointers.items() if name not in launch.SCALES}
-    p["prefill"] = launch.pack_prefill(problem, chosen.tile.m, 1, chosen.factor_left, shared)
+    """The struct of one launch; ``memory`` has the addresses of the workspace, the rest is as for structs.pack_prefill."""
+    p = np.zeros(1, structs.DECODE_PARAMS)
+    shared = {name: at for name, at in pointers.items() if name not in structs.SCALES}
+    p["prefill"] = structs.pack_prefill(problem, chosen.tile.m, 1, chosen.factor_left, shared)
     p["part_out"], p["part_state"], p["arrived"] = memory
     for name in ("rows", "row_blocks", "heads_at_once", "runs", "least", "unit_tiles", "most_units"):
         p[name] = getattr(how, name)
     if problem.e4m3:
         for name in ("k_stride", "v_stride"):
             p["prefill"][name] //= 2  # in words of 16 bits
-        for name, value in launch.scale_values(problem, pointers).items():
+        for name, value in structs.scale_values(problem, pointers).items():
             p[name] = value
     return p
 
@@ -251,7 +260,7 @@ def _memory(size: Workspace, device: int) -> Iterator[tuple[int, int, int]]:
 def launches(plan: Plan, problem: Problem) -> tuple[Instance, Split, list[launch.Step]]:
     """The planned instance for the arrays of this run, which may be aligned otherwise than those of the plan; and what is launched."""
     chosen, how = plan.extra
-    load = launch.copy_bytes((problem.q, problem.k, problem.v))
+    load = structs.copy_bytes((problem.q, problem.k, problem.v))
     ready = chosen if load == chosen.load else dataclasses.replace(chosen, load=load)
     place = problem.q.device
     todo = [
@@ -278,7 +287,7 @@ def prepare(plan: Plan, problem: Problem) -> launch.Prepared | None:
     if not todo:
         return None
     size, device = workspace(problem, ready, how), problem.q.device
-    offset = launch.DECODE_PARAMS.fields["part_out"][1]  # type: ignore[index]
+    offset = structs.DECODE_PARAMS.fields["part_out"][1]  # type: ignore[index]
     write = struct.Struct("=3Q").pack_into
 
     @contextlib.contextmanager
@@ -287,8 +296,8 @@ def prepare(plan: Plan, problem: Problem) -> launch.Prepared | None:
             write(params, offset, *memory)
             yield
 
-    count = 5 + len(launch.index_addresses(problem))
-    scales_at = launch.DECODE_PARAMS.fields["k_scale"][1] if launch.scale_views(problem) else None  # type: ignore[index]
+    count = 5 + len(structs.index_addresses(problem))
+    scales_at = structs.DECODE_PARAMS.fields["k_scale"][1] if structs.scale_views(problem) else None  # type: ignore[index]
     return launch.Prepared(todo, pack(problem, ready, how, {}), count, fill if size.total else None, scales_at)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from .. import launch, tiles, tiles_fp
+from .. import structs, tiles, tiles_fp
 from ..device import DeviceInfo
 from ..types import Problem, name_of
 from .cuda_instance import (
@@ -57,7 +57,7 @@ def instance(problem: Problem, mask: int, score: int, info: DeviceInfo) -> Insta
     dtype = name_of(problem.q.dtype)
     kind = tiles_fp.arithmetic(dtype, problem.precision, info)
     d, dv = tiles.head_class(problem.head_dim), tiles.head_class(problem.head_dim_v)
-    load = width(launch.copy_bytes((problem.q, problem.k, problem.v)), dtype)
+    load = width(structs.copy_bytes((problem.q, problem.k, problem.v)), dtype)
     tile = tiles_fp.prefill_fp(kind, dtype, d, dv, info, problem.bias is not None and problem.mask is not None)
     if tile is None:
         return None

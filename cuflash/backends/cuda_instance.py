@@ -6,7 +6,7 @@ import functools
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from .. import jit, launch
+from .. import jit, structs
 
 MASK_LENGTH, MASK_RIGHT, MASK_LEFT, MASK_ARRAY = 0, 1, 2, 4  # as in mask.cuh
 SCORE_PLAIN, SCORE_SCALED, SCORE_SOFTCAP, SCORE_ALIBI, SCORE_BIAS, SCORE_BIAS32 = 0, 1, 2, 4, 8, 16  # as in score.cuh
@@ -79,7 +79,7 @@ class PrefillInstance:
         arguments = (str(x).lower() if isinstance(x, bool) else str(x) for x in self.arguments)
         stub = (
             f"using Instance = {template}<{', '.join(arguments)}>;\n"
-            f'static_assert(sizeof({self.PARAMS}) == {launch.PARAMS[self.PARAMS].itemsize}, "launch.py mirrors it");\n'
+            f'static_assert(sizeof({self.PARAMS}) == {structs.PARAMS[self.PARAMS].itemsize}, "structs.py mirrors it");\n'
             f'static_assert(Instance::SMEM_BYTES == {self.shared_memory}, "{self.TILES} counts shared memory as the kernel does");\n'
             f'extern "C" __global__ void __launch_bounds__(Instance::THREADS, {self.tile.resident}) {self.name}('
             f"const __grid_constant__ {self.PARAMS} p) {{\n"

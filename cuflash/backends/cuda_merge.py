@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .. import device, jit, launch
+from .. import device, jit, launch, structs
 from ..types import ArrayView, name_of
 from .cuda_instance import CUDA_TYPES, SHORT_TYPES
 
@@ -18,8 +18,8 @@ PARTS, THREADS = 16, 128  # MERGE_PARTS and MERGE_THREADS in merge_states.cu
 PARAMS = np.dtype(
     [
         *((name, (np.uint64, PARTS)) for name in ("outs", "lses")), *((name, np.uint64) for name in ("out", "lse", "shared", "lengths")),
-        *((name, (launch.STRIDES, PARTS)) for name in ("out_strides", "lse_strides")),
-        *((name, launch.STRIDES) for name in ("out_stride", "lse_stride")),
+        *((name, (structs.STRIDES, PARTS)) for name in ("out_strides", "lse_strides")),
+        *((name, structs.STRIDES) for name in ("out_stride", "lse_stride")),
         *((name, (np.int64, PARTS)) for name in ("out_groups", "lse_groups")),
         *((name, np.int32) for name in ("parts", "batch", "rows", "heads", "head_dim", "group", "least", "shared_i32", "lengths_i32")),
     ],
@@ -93,11 +93,11 @@ def pack(
                 order_of_a = order.replace("h", "gh")
             else:
                 order_of_a = order
-                r[f"{name}_groups"][n] = launch.element_strides(a, order)[2]
-            r[f"{name}s"][n], r[f"{name}_strides"][n] = a.pointer, launch.element_strides(a, order_of_a)
-    r["out"], r["out_stride"] = out.pointer, launch.element_strides(out, axes[0])
+                r[f"{name}_groups"][n] = structs.element_strides(a, order)[2]
+            r[f"{name}s"][n], r[f"{name}_strides"][n] = a.pointer, structs.element_strides(a, order_of_a)
+    r["out"], r["out_stride"] = out.pointer, structs.element_strides(out, axes[0])
     if lse is not None:
-        r["lse"], r["lse_stride"] = lse.pointer, launch.element_strides(lse, axes[1])
+        r["lse"], r["lse_stride"] = lse.pointer, structs.element_strides(lse, axes[1])
     if shared is not None:
         r["shared"], r["shared_i32"], r["lengths"], r["lengths_i32"], r["least"] = shared
     return -(-batch * rows * heads * 32 // THREADS), p

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .. import jit, launch
+from .. import jit, launch, structs
 from ..types import Append, ArrayView, NoBackendError, Problem
 from . import cuda_append
 
@@ -68,7 +68,7 @@ def pack(k: tuple[ArrayView, ArrayView], v: tuple[ArrayView, ArrayView] | None, 
         if pair is None:
             continue
         item, columns = pair[0].dtype.itemsize, pair[0].shape[-1]
-        wide = launch.copy_bytes(pair) == 16
+        wide = structs.copy_bytes(pair) == 16
         each = 16 if wide else item
         for side, a in zip(("from", "to"), pair, strict=True):
             r[f"{name}_{side}"], r[f"{name}_{side}_stride"] = a.pointer, (*a.strides[:-1], each if wide else a.strides[-1])

@@ -1,4 +1,4 @@
-// What a decode launch gets, by value. cuflash/launch.py mirrors it (DECODE_PARAMS) and every instance asserts the size.
+// What a decode launch gets, by value. cuflash/structs.py mirrors it (DECODE_PARAMS) and every instance asserts the size.
 #include "include/params.cuh"
 
 struct DecodeParams : PrefillParams {  // of which m_tiles, section and tile_rows have no meaning here

@@ -1,4 +1,4 @@
-// What a prefill launch gets, by value. cuflash/launch.py mirrors it (PREFILL_PARAMS) and every instance asserts the size.
+// What a prefill launch gets, by value. cuflash/structs.py mirrors it (PREFILL_PARAMS) and every instance asserts the size.
 #include "include/types.cuh"
 
 struct Strides {  // of one array, in elements; 0 and negative are fine

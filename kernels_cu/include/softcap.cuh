@@ -5,7 +5,7 @@
 
 // ---- any arguments ------------------------------------------------------------------------------------------------------
 
-// The argument of tanh comes in this unit, which makes the leading coefficient of the series 1. It is TANH_SERIES of launch.py.
+// The argument of tanh comes in this unit, which makes the leading coefficient of the series 1. It is TANH_SERIES of structs.py.
 constexpr float TANH_UNIT = 1.57979278f;
 constexpr float SERIES_LIMIT = 0.55f / TANH_UNIT;
 

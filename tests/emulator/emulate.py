@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from cuflash import arrays, jit, launch, tiles_fp
+from cuflash import arrays, jit, structs, tiles_fp
 from cuflash.backends import cuda, cuda_append, cuda_decode, cuda_fa1, cuda_fp, packed
 from cuflash.device import DeviceInfo
 from cuflash.types import Append, ArrayView, Problem
@@ -201,12 +201,12 @@ class Emulator:
             return
         inputs = {name: Guarded(a, side) for name in ("q", "k", "v", "bias", "mask") if (a := getattr(problem, name)) is not None}
         results = {name: Guarded(a, side, writable=True) for name in ("out", "lse") if (a := getattr(problem, name)) is not None}
-        small = {name: Guarded(arrays.view(value, name), side) for name, value in launch.small_arrays(problem).items()}
+        small = {name: Guarded(arrays.view(value, name), side) for name, value in structs.small_arrays(problem).items()}
         small |= {name: Guarded(getattr(problem, name), side) for name in problem.indices_on_device}
         moved = problem.replace(**{name: a.view for name, a in {**inputs, **results}.items()})
         pointers = {name: a.view.pointer for name, a in small.items()}
         section = cuda._section(problem, instance, info)
-        params = launch.pack_prefill(moved, instance.tile.m, section, instance.factor_left, pointers, instance.flat)
+        params = structs.pack_prefill(moved, instance.tile.m, section, instance.factor_left, pointers, instance.flat)
         memory = {**inputs, **results, **small}
         try:
             if clear_blocks:
@@ -236,10 +236,10 @@ class Emulator:
         """
         given = {"q": problem.q, "lengths": new.lengths, "page_table": problem.page_table, **new.inputs}
         if isinstance(problem.page_table, np.ndarray):
-            given["page_table"] = launch.page_entries(problem.page_table)
+            given["page_table"] = structs.page_entries(problem.page_table)
         views = {name: a if isinstance(a, ArrayView) else arrays.view(a, name) for name, a in given.items() if a is not None}
         inputs = {name: Guarded(a, side) for name, a in views.items()}
-        scales = {name: a for name in launch.SCALES if new.quantizes and (a := getattr(problem, name)) is not None}
+        scales = {name: a for name in structs.SCALES if new.quantizes and (a := getattr(problem, name)) is not None}
         written = {"k": problem.k, "v": problem.v} | {name: a for name, a in scales.items() if a.by_token}
         caches = {name: Guarded(a, side, writable=True) for name, a in written.items()}
         inputs |= {name: Guarded(a, side) for name, a in scales.items() if not a.by_token}
@@ -254,7 +254,7 @@ class Emulator:
             new, rope=rope, **{name: inputs[name].view for name in ("k_new", "v_new") if name in inputs},
             lengths=inputs["lengths"].view if isinstance(new.lengths, ArrayView) else new.lengths,
         )
-        place = problem.replace(**{name: a.view for name, a in (inputs | caches).items() if name in ("q", "k", "v", *launch.SCALES)})
+        place = problem.replace(**{name: a.view for name, a in (inputs | caches).items() if name in ("q", "k", "v", *structs.SCALES)})
         threads, params = cuda_append.pack(
             place, moved, *(made[name].view if name in made else None for name in ("new q", "new kv_lengths")),
             {name: inputs[name].view.pointer for name in ("lengths", "page_table") if name in inputs},
@@ -281,7 +281,7 @@ class Emulator:
         names = ("q", "k", "v", "k_scale", "v_scale", "mask")
         inputs = {name: Guarded(a, side) for name in names if (a := getattr(problem, name)) is not None}
         results = {name: Guarded(a, side, writable=True) for name in ("out", "lse") if (a := getattr(problem, name)) is not None}
-        small = {name: Guarded(arrays.view(value, name), side) for name, value in launch.small_arrays(problem).items()}
+        small = {name: Guarded(arrays.view(value, name), side) for name, value in structs.small_arrays(problem).items()}
         small |= {name: Guarded(getattr(problem, name), side) for name in problem.indices_on_device}
         size = cuda_decode.workspace(problem, instance, how)
         parts, arrived = np.full(max(16, size.part_out + size.part_state), 0xFF, np.uint8), np.zeros(max(16, size.arrived), np.uint8)
