@@ -49,7 +49,7 @@ DECODE_PARAMS = np.dtype(  # of decode_params.cuh
     [
         ("prefill", PREFILL_PARAMS), *((name, np.uint64) for name in ("part_out", "part_state", "arrived")),
         *((name, np.int32) for name in (
-            "rows", "row_blocks", "heads_at_once", "runs", "least", "unit_tiles", "most_units", "unused",
+            "rows", "row_blocks", "heads_at_once", "runs", "least", "unit_tiles", "most_units", "passes",
         )),
         ("k_scale", np.uint64), ("v_scale", np.uint64), ("k_scale_stride", STRIDES), ("v_scale_stride", STRIDES),
         ("k_factor", np.float32), ("v_factor", np.float32),

@@ -9,7 +9,7 @@ template <class Out_, int DV_, int M_, int N_, int MASK_, int THREADS_, int ROWS
 };
 
 template <class C> __device__ __forceinline__ void combine(const DecodeParams& p) {
-    const int heads = p.heads_kv * p.row_blocks, passes = heads / p.heads_at_once;
+    const int heads = p.heads_kv * p.row_blocks, passes = p.passes;
     const u32 pair = block_index() / (C::M / C::ROWS);
     const int first_row = int(block_index() % (C::M / C::ROWS)) * C::ROWS;
     const int batch = int(pair / u32(heads)), head = int(pair % u32(heads));

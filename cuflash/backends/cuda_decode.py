@@ -235,6 +235,7 @@ def pack(
     p["part_out"], p["part_state"], p["arrived"] = memory
     for name in ("rows", "row_blocks", "heads_at_once", "runs", "least", "unit_tiles", "most_units"):
         p[name] = getattr(how, name)
+    p["passes"] = problem.heads_kv * how.row_blocks // how.heads_at_once
     if problem.e4m3:
         for name in ("k_stride", "v_stride"):
             p["prefill"][name] //= 2  # in words of 16 bits

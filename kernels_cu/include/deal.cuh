@@ -9,6 +9,9 @@
 #include "include/decode_params.cuh"
 #include "include/mask.cuh"
 
+// a / b without the 30 instructions of a division where it can be told at once.
+__device__ __forceinline__ u32 quotient(u32 a, u32 b) { return a < b ? 0 : b == 1 ? a : a / b; }
+
 // Which keys of a sequence are read: tiles of N keys from the first to the last that some query may see; at least one.
 template <int MASK, int N> struct Extent {
     KeyRange range;
@@ -32,25 +35,33 @@ struct Deal {
     int runs;
 
     __device__ __forceinline__ Deal(const DecodeParams& p, int total)
-        : runs(max(1, min(p.runs, int(u32(total) / u32(p.least))))) { each = u32(total) / u32(runs), rest = u32(total) % u32(runs); }
+        : each(u32(total) / u32(p.runs)), runs(p.runs) {
+        if (each < u32(p.least)) runs = max(1, int(u32(total) / u32(p.least))), each = u32(total) / u32(runs);
+        rest = u32(total) - each * u32(runs);
+    }
 
     __device__ __forceinline__ int begin(int run) const { return int(each * u32(run) + min(u32(run), rest)); }
 
     __device__ __forceinline__ int owner(int unit) const {
         const u32 large = (each + 1) * rest;
-        return int(u32(unit) < large ? u32(unit) / (each + 1) : rest + (u32(unit) - large) / each);
+        const bool in_large = u32(unit) < large;
+        return int((in_large ? 0 : rest) + quotient(in_large ? unit : unit - large, in_large ? each + 1 : each));
     }
 };
 
 // Units of all sequences together, those before a sequence, and which sequence has a unit. For a whole warp, whose lanes agree.
 template <int MASK, int N> struct UnitIndex {
     const DecodeParams& p;
-    bool uniform;  // sequences are alike
-    int own;       // units of sequence `lane`, or of all that are alike
+    bool uniform;            // sequences are alike
+    Extent<MASK, N> of_all;  // if they are
+    int own;                 // units of sequence `lane`, or of all that are alike
 
-    __device__ __forceinline__ UnitIndex(const DecodeParams& p) : p(p), uniform(!p.kv_lengths && !p.kv_start) {
-        own = units(uniform ? 0 : int(threadIdx.x % 32));
+    __device__ __forceinline__ UnitIndex(const DecodeParams& p)
+        : p(p), uniform(!p.kv_lengths && !p.kv_start), of_all(p, uniform ? 0 : min(int(threadIdx.x % 32), p.batch - 1)) {
+        own = uniform || int(threadIdx.x % 32) < p.batch ? of_all.units : 0;
     }
+
+    __device__ __forceinline__ Extent<MASK, N> extent(int batch) const { return uniform ? of_all : Extent<MASK, N>(p, batch); }
 
     __device__ __forceinline__ int units(int batch) const { return batch < p.batch ? Extent<MASK, N>(p, batch).units : 0; }
 
@@ -77,7 +88,7 @@ template <int MASK, int N> struct UnitIndex {
     // The sequence of a unit below total(), and the units before that.
     __device__ __forceinline__ int find(int unit, int& before) const {
         if (uniform) {
-            const int batch = int(u32(unit) / u32(own));
+            const int batch = int(quotient(unit, own));
             before = batch * own;
             return batch;
         }
@@ -144,10 +155,10 @@ template <int MASK, int N> struct Cursor {
         end = run < deal.runs ? deal.begin(run + 1) : 0;
         if (!more()) return;
         int sequences_before;
-        batch = index.find(int(u32(unit) / u32(passes)), sequences_before);
+        batch = index.find(int(quotient(unit, passes)), sequences_before);
         before = sequences_before * passes;
-        enter();
-        pass = int(u32(unit - before) / u32(units));
+        enter(index.extent(batch));
+        pass = int(quotient(unit - before, units));
         before += pass * units;
         begin_part();
     }
@@ -169,7 +180,7 @@ template <int MASK, int N> struct Cursor {
             before = unit;
             if (++pass == passes) {
                 pass = 0, ++batch;
-                enter();
+                enter(Extent<MASK, N>(p, batch));
             }
         }
         begin_part();
@@ -178,8 +189,7 @@ template <int MASK, int N> struct Cursor {
   private:
     int part_begin;
 
-    __device__ __forceinline__ void enter() {
-        const Extent<MASK, N> e(p, batch);
+    __device__ __forceinline__ void enter(const Extent<MASK, N>& e) {
         tiles = e.tiles, units = e.units, first = e.first, range = e.range, position = e.position, kv_length = e.kv_length;
     }
 

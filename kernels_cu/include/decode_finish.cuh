@@ -72,16 +72,13 @@ __device__ __forceinline__ void gather_warps(const DecodeParams& p, WarpDecode<C
 }
 
 // The block that brings the last part of a (sequence, head) merges all of them.
-template <class C> __device__ __forceinline__ void merge_if_last(const DecodeParams& p, const Deal& deal, const Piece& piece, u32 smem) {
+template <class C> __device__ __forceinline__ void merge_if_last(const DecodeParams& p, const Parts& parts, const Piece& piece, u32 smem) {
     const int heads = p.heads_kv * p.row_blocks;
-    const Parts parts(p, deal, piece.before, piece.units, int(u32(piece.head) % u32(p.heads_at_once)));
-    __threadfence();
     C::sync();
     if (threadIdx.x == 0)
         store_smem(smem + C::FLAG_SMEM, count_up(p.arrived + i64(piece.batch) * heads + piece.head, parts.count - 1));
     C::sync();
     if (int(load_smem_4(smem + C::FLAG_SMEM)) != parts.count - 1) return;
-    __threadfence();
     merge_parts<C>(p, PackedRows(p, C::M, piece.batch, piece.head), parts, 0, C::M);
 }
 
@@ -89,6 +86,7 @@ template <class C>
 __device__ __forceinline__ void finish(
     const DecodeParams& p, WarpDecode<C>& warp, const Piece& piece, const Deal& deal, u32 smem, u32 stage_smem
 ) {
+    const Parts parts(p, deal, piece.before, piece.units, piece.head - int(quotient(piece.head, p.heads_at_once)) * p.heads_at_once);
     gather_warps(p, warp, piece, smem, stage_smem);
-    if (C::MERGES && !(piece.flags & Piece::WHOLE)) merge_if_last<C>(p, deal, piece, smem);
+    if (C::MERGES && !(piece.flags & Piece::WHOLE)) merge_if_last<C>(p, parts, piece, smem);
 }

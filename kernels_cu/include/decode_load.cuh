@@ -93,8 +93,8 @@ template <class C> struct Loader {
     PageRows<C::N, 1> scale_page;     // of the key whose scales the thread copies
 
     __device__ __forceinline__ Loader(const DecodeParams& p)
-        : p(p), run(block_index() / u32(p.heads_at_once)), lane(block_index() % u32(p.heads_at_once)),
-          passes(u32(p.heads_kv * p.row_blocks) / u32(p.heads_at_once)), part(0), next(p, UnitIndex<C::MASK, C::N>(p), passes, run) {
+        : p(p), run(block_index() / u32(p.heads_at_once)), lane(block_index() - u32(run * p.heads_at_once)), passes(p.passes), part(0),
+          next(p, UnitIndex<C::MASK, C::N>(p), passes, run) {
         find_head();
         look_up();
     }
@@ -171,5 +171,5 @@ template <class C> struct Loader {
     }
 
     __device__ __forceinline__ u32 Q_smem(u32 smem) const { return smem + (C::WGMMA ? C::ALL_Q_SMEM : part * C::STAGE_BYTES + C::Q_SMEM); }
-    __device__ __forceinline__ void find_head() { head_kv = more() ? int(u32(head()) / u32(p.row_blocks)) : 0; }
+    __device__ __forceinline__ void find_head() { head_kv = more() ? int(quotient(head(), p.row_blocks)) : 0; }
 };

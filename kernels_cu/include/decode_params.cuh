@@ -12,7 +12,7 @@ struct DecodeParams : PrefillParams {  // of which m_tiles, section and tile_row
     i32 least;             // units of a run, where there are enough
     i32 unit_tiles;        // tiles of a unit, at least
     i32 most_units;        // of a sequence. 0: a unit is a tile, and parts end where runs do; else each unit is a part
-    i32 unused;
+    i32 passes;            // over a sequence: heads / heads_at_once
     // Of keys and values in 8 bits: the scale of each token and head (strides: batch or page, row, head), or null: one factor for all.
     const float *k_scale, *v_scale;
     Strides k_scale_stride, v_scale_stride;

@@ -194,7 +194,7 @@ template <class C> __device__ __forceinline__ void load_tiles(const DecodeParams
 
 template <class C> __device__ __forceinline__ void work_on_tiles(const DecodeParams& p, Ring<C> ring) {
     GroupDecode<C> group(p);
-    const Deal deal(p, UnitIndex<C::MASK, C::N>(p).total() * int(u32(p.heads_kv * p.row_blocks) / u32(p.heads_at_once)));
+    const Deal deal(p, UnitIndex<C::MASK, C::N>(p).total() * p.passes);
 #pragma unroll 1
     while (true) {
         Piece piece = ring.wait();

@@ -9,12 +9,13 @@ struct PackedRows {
     int batch, head_kv, first;  // first: the block's first row
 
     __device__ __forceinline__ PackedRows(const DecodeParams& p, int m, int batch, int head)
-        : batch(batch), head_kv(int(u32(head) / u32(p.row_blocks))), first((head - head_kv * p.row_blocks) * m) {}
+        : batch(batch), head_kv(int(quotient(head, p.row_blocks))), first((head - head_kv * p.row_blocks) * m) {}
 
-    __device__ __forceinline__ int query(const DecodeParams& p, int row) const { return int(u32(first + row) / u32(p.group)); }
-    __device__ __forceinline__ int head(const DecodeParams& p, int row) const {
-        return head_kv * p.group + first + row - query(p, row) * p.group;
+    __device__ __forceinline__ int query(const DecodeParams& p, int row) const { return int(quotient(first + row, p.group)); }
+    __device__ __forceinline__ int head(const DecodeParams& p, int row, int query) const {
+        return head_kv * p.group + first + row - query * p.group;
     }
+    __device__ __forceinline__ int head(const DecodeParams& p, int row) const { return head(p, row, query(p, row)); }
 };
 
 struct Accumulated {  // of four columns of a row
@@ -36,7 +37,7 @@ struct Accumulated {  // of four columns of a row
 // Divide by the sum, with the sink in it; round, and write the columns that exist, and the row's log-sum-exp with its first ones.
 template <class C>
 __device__ __forceinline__ void write_result(const DecodeParams& p, const PackedRows& rows, int row, int column, const Accumulated& a) {
-    const int query = rows.query(p, row), head = rows.head(p, row);
+    const int query = rows.query(p, row), head = rows.head(p, row, query);
     SoftmaxState<2> state;
     state.reference[0] = a.reference, state.sum[0] = a.sum;
     const bool empty = a.sum == 0.0f;  // NaN is not
@@ -60,38 +61,44 @@ __device__ __forceinline__ void write_result(const DecodeParams& p, const Packed
         if (column + i < p.head_dim_v) to[(column + i) * p.out_stride.column] = u16((i < 2 ? words.x : words.y) >> (i % 2 * 16));
 }
 
-// Merge the parts of some rows of a block, in the order of the parts, and write the results. Parts are read in batches, whose loads are under
-// way together.
+// Merge the parts of some rows of a block, in the order of the parts, and write the results. A warp has a row at a time, of which a lane
+// loads four columns of each part, all on their way together; and of one part the state, whose factor it lets the others know.
 template <class C>
 __device__ __forceinline__ void merge_parts(const DecodeParams& p, const PackedRows& rows, const Parts& parts, int first_row, int end_row) {
-    constexpr int PER_ROW = C::DV / 4, BATCH = 8;
+    constexpr int BATCH = 16;
+    const int lane = thread_index() % 32;
     end_row = min(end_row, p.rows - rows.first);
 #pragma unroll 1
-    for (int i = first_row * PER_ROW + thread_index(); i < end_row * PER_ROW; i += C::WORKERS) {
-        const int row = i / PER_ROW, column = i % PER_ROW * 4;
-        Accumulated a{{0.0f, 0.0f, 0.0f, 0.0f}, Fast32::LOWEST, 0.0f};
+    for (int row = first_row + thread_index() / 32; row < end_row; row += C::WORKERS / 32)
 #pragma unroll 1
-        for (int first = 0; first < parts.count; first += BATCH) {
-            float2 state[BATCH];
-            float4 x[BATCH];
+        for (int column = lane * 4; column - lane * 4 < C::DV; column += 128) {
+            Accumulated a{{0.0f, 0.0f, 0.0f, 0.0f}, Fast32::LOWEST, 0.0f};
+            const float2* state_gmem = p.part_state + row;
+            const float4* x_gmem = reinterpret_cast<const float4*>(p.part_out + row * C::DV + column);
+#pragma unroll 1
+            for (int first = 0; first < parts.count; first += BATCH) {
+                const int own = first + lane % BATCH;
+                float2 state = {Fast32::LOWEST, 0.0f};
+                if (own < parts.count) state = load_gmem_l2(state_gmem + i64(parts.slot(own)) * C::M);
+                float4 x[BATCH];
 #pragma unroll
-            for (int n = 0; n < BATCH; ++n) {  // behind the last part, that one again
-                const i64 at = i64(parts.slot(min(first + n, parts.count - 1))) * C::M + row;
-                state[n] = load_gmem_l2(p.part_state + at);
-                x[n] = load_gmem_l2(reinterpret_cast<const float4*>(p.part_out + at * C::DV + column));
+                for (int n = 0; n < BATCH; ++n) {  // what is no part adds nothing: a branch would keep the loads apart
+                    x[n] = {0.0f, 0.0f, 0.0f, 0.0f};
+                    if (first + n < parts.count && column < C::DV)
+                        x[n] = load_gmem_l2(x_gmem + i64(parts.slot(first + n)) * (C::M * C::DV / 4));
+                }
+                float raised = fmaxf(a.reference, state.x);
+#pragma unroll
+                for (int lanes = 1; lanes < BATCH; lanes *= 2) raised = fmaxf(raised, __shfl_xor_sync(0xffffffffu, raised, lanes));
+                a.raise(raised);
+                const float factor = exp2_fast(state.x - raised);
+                float sum = state.y * factor;
+#pragma unroll
+                for (int lanes = 1; lanes < BATCH; lanes *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, lanes);
+                a.sum += sum;
+#pragma unroll
+                for (int n = 0; n < BATCH; ++n) a.add(x[n], __shfl_sync(0xffffffffu, factor, n));
             }
-            float raised = a.reference;
-#pragma unroll
-            for (int n = 0; n < BATCH; ++n) raised = fmaxf(raised, state[n].x);
-            a.raise(raised);
-#pragma unroll
-            for (int n = 0; n < BATCH; ++n) {
-                if (first + n >= parts.count) break;
-                const float factor = exp2_fast(state[n].x - raised);
-                a.sum = fmaf(state[n].y, factor, a.sum);
-                a.add(x[n], factor);
-            }
+            if (column < C::DV) write_result<C>(p, rows, row, column, a);
         }
-        write_result<C>(p, rows, row, column, a);
-    }
 }

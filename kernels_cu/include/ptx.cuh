@@ -84,10 +84,10 @@ __device__ __forceinline__ float4 load_gmem_l2(const float4* gmem) {
     return x;
 }
 
-// The counter before; it goes up by 1, and from `last` back to 0.
+// The counter before; it goes up by 1, and from `last` back to 0. What the thread knows to be written, those know who count after it.
 __device__ __forceinline__ u32 count_up(u32* counter_gmem, u32 last) {
     u32 x;
-    asm volatile("atom.global.inc.u32 %0, [%1], %2;" : "=r"(x) : "l"(counter_gmem), "r"(last) : "memory");
+    asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;" : "=r"(x) : "l"(counter_gmem), "r"(last) : "memory");
     return x;
 }
 
