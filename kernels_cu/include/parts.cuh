@@ -65,7 +65,7 @@ __device__ __forceinline__ void write_result(const DecodeParams& p, const Packed
 // loads four columns of each part, all on their way together; and of one part the state, whose factor it lets the others know.
 template <class C>
 __device__ __forceinline__ void merge_parts(const DecodeParams& p, const PackedRows& rows, const Parts& parts, int first_row, int end_row) {
-    constexpr int BATCH = 16;
+    constexpr int BATCH = C::DV > 128 ? 8 : 16;  // within the registers
     const int lane = thread_index() % 32;
     end_row = min(end_row, p.rows - rows.first);
 #pragma unroll 1
