@@ -74,12 +74,14 @@ def test_tables_of_what_was_measured():
     split = {"blocks": 264, "busy": 132, "us": 20.0, "tbps": 1.5}
     found = {
         "environment": ENVIRONMENT,
+        "float8": {"bfloat16 B1": dict.fromkeys(("dense", "page 64"), {"float8_us": 10.0, "us": 17.0, "ratio": 1.7, "lower": 1.68})},
         "ragged": {"bfloat16 B2": {"bytes": 1, "equal_us": 10.0, "equal_tbps": 4.0, "ragged": {"us": 11.0, "cost": 1.1, "upper": 1.2}}},
         "splits": {"bfloat16 B1": {decode_more.split_name(n): split for n in decode_more.SPLITS}},
         "append": {"bfloat16 B1": {"us": 5.0, "new": {"us": 7.0, "more": 2.0}, "rope": {"us": 7.5, "more": 2.5}}},
     }
     text = decode.markdown(found)
     for line in (
+        "| bfloat16 B1 | 17.0, 10.0: 1.70 (1.68) | 17.0, 10.0: 1.70 (1.68) |",
         "| bfloat16 B2 | 10.0 | 4.00 | 11.0: 1.100 (1.200) |", "| 64 | 132, 20.0, 1.50 |", "| auto | 132, 20.0, 1.50 |",
         "| bfloat16 B1 | 5.0 | 7.0: 2.0 more | 7.5: 2.5 more |",
     ):
@@ -100,5 +102,5 @@ def test_the_command_measures(tmp_path):
     command = [sys.executable, "-m", "cuflash", "bench", "decode", "--quick", "--only", "B1 32/8", "--peers", "none", "--json", str(path)]
     subprocess.run(command, check=True, timeout=200)
     found = json.loads(path.read_text())
-    assert set(found) == {"environment", "shapes", "ragged", "splits", "append"}
+    assert set(found) == {"environment", "shapes", "float8", "ragged", "splits", "append"}
     assert found["shapes"]["bfloat16 B1 32/8 N8192"]["tbps"] > 0 and found["ragged"]["bfloat16 B32, 1 to 131,072"]["ragged"]["cost"] > 0

@@ -1,4 +1,4 @@
-"""The smaller tables of `bench decode`: lengths that differ, numbers of splits, and what it costs to append."""
+"""The smaller tables of `bench decode`: float8, lengths that differ, numbers of splits, and what it costs to append."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ import numpy as np
 import cuflash
 
 from . import report
-from .decode_sides import DTYPES, HEAD_DIM, Expected, Shape, Side, cost, costs, expected, gpu, ours, random, take, take_turns
+from .decode_sides import (
+    DTYPES, HEAD_DIM, Expected, Shape, Side, beside, cost, costs, expected, gpu, ours, paged, random, take, take_turns,
+)
 
 SECONDS = 5e-5  # of a call, about
 
@@ -27,6 +29,59 @@ class Table:
     case_name: Callable[[Any], str]
     measure: Callable[[Any, str, int], dict[str, Any]]
     markdown: Callable[[dict[str, Any]], list[str]]
+
+
+# ---- float8 ------------------------------------------------------------------------------------------------------------
+
+FLOAT8 = tuple(Shape(batch, 32, 8, keys) for batch, keys in ((1, 8192), (1, 65536), (16, 8192), (64, 8192)))
+FLOAT8_PAGES = (None, 64, 16)  # None: dense
+
+
+def measure_float8(shape: Shape, dtype: str, turns: int) -> dict[str, Any]:
+    """Keys and values in float8, with a scale for each token and head, beside those of 16 bits; pages in random order."""
+    q, pairs = shape.inputs(DTYPES[dtype])
+    sides = {}
+    for size in FLOAT8_PAGES:
+        pages, options = None, {}
+        if size:
+            pages = paged(pairs, size)
+            options = {"page_table": pages.table, "kv_lengths": pages.lengths}
+        both = Side([], []), Side([], [])
+        for k, v in pages.pairs if pages else pairs:
+            (k8, k_scale), (v8, v_scale) = cuflash.quantize_kv(k), cuflash.quantize_kv(v)
+            scales = {"k_scale": k_scale, "v_scale": v_scale}
+            exact = dequantized(k8, k_scale), dequantized(v8, v_scale)
+            for side, arrays, seen, more in zip(both, ((k, v), (k8, v8)), ((k, v), exact), ({}, scales), strict=True):
+                side.calls += ours(q, [arrays], **options, **more)
+                side.wants.append(expected(q, *(take(x, pages.table) if pages else x for x in seen)))
+        for bits, side in zip((16, 8), both, strict=True):
+            side.check(f"cuflash with {float8_name(size)} of {bits} bits on {shape.name}")
+            sides[bits, size] = side
+    times = take_turns(sides, SECONDS, turns)
+    return {
+        float8_name(size): {"float8_us": 1e6 * float(np.median(times[8, size])), **beside(times[16, size], times[8, size])}
+        for size in FLOAT8_PAGES
+    }
+
+
+def float8_name(size: int | None) -> str:
+    return f"page {size}" if size else "dense"
+
+
+def dequantized(codes: Any, scale: Any) -> Any:
+    """codes * scale in float32."""
+    import cupy
+
+    numbers = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+    return cupy.asarray(numbers)[codes.view(np.uint8)] * scale[..., None]
+
+
+def float8_table(found: dict[str, Any]) -> list[str]:
+    rows = [
+        [case, *(f"{x['us']:.1f}, {x['float8_us']:.1f}: {x['ratio']:.2f} ({x['lower']:.2f})" for x in r.values())]
+        for case, r in found.items()
+    ]
+    return report.markdown_table(("16 bits us, float8 us: times faster", *map(float8_name, FLOAT8_PAGES)), rows)
 
 
 # ---- lengths that differ -----------------------------------------------------------------------------------------------
@@ -173,6 +228,7 @@ def append_table(found: dict[str, Any]) -> list[str]:
 TABLES = {
     table.name: table
     for table in (
+        Table("float8", FLOAT8, lambda shape: shape.name, measure_float8, float8_table),
         Table("ragged", ((32, 131072),), lambda case: f"B{case[0]}, 1 to {case[1]:,}", measure_ragged, ragged_table),
         Table("splits", (Shape(1, 32, 8, 8192), Shape(1, 32, 8, 131072)), lambda shape: shape.name, measure_splits, split_table),
         Table("append", (1, 64, 256), lambda batch: f"B{batch} 32/8", measure_append, append_table),

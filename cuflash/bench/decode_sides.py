@@ -7,7 +7,7 @@ import importlib
 import importlib.util
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import ml_dtypes
@@ -115,8 +115,8 @@ def expected(q: Any, k: Any, v: Any) -> Expected:
 class Side:
     """Calls that do the same on one pair of keys and values each, and what they must give; nothing of a kernel that only reads."""
 
-    calls: Sequence[Call]
-    wants: Sequence[Expected] = ()
+    calls: list[Call]
+    wants: list[Expected] = field(default_factory=list)
     of_torch: bool = False
     eager: bool = False
 
@@ -142,7 +142,7 @@ def _dtype_of(tensor: Any) -> np.dtype:
     return DTYPES[str(tensor.dtype).removeprefix("torch.")]
 
 
-def take_turns(sides: dict[str, Side], seconds: float, turns: int) -> dict[str, np.ndarray]:
+def take_turns(sides: dict[Any, Side], seconds: float, turns: int) -> dict[Any, np.ndarray]:
     """Seconds of a call, (turns,) for each side; all have been checked."""
     timed = {name: side.timed(seconds) for name, side in sides.items()}
     for one in timed.values():
@@ -210,7 +210,8 @@ class Pages(NamedTuple):
 
 def take(pages: Any, table: Any) -> Any:
     """A dense copy (B, keys, Hkv, D) of the pages that a table (B, n) names."""
-    return pages.view(np.uint16)[table].view(pages.dtype).reshape(table.shape[0], -1, *pages.shape[2:])
+    bits = f"u{pages.dtype.itemsize}"  # CuPy's own indexing knows no dtypes of ml_dtypes
+    return pages.view(bits)[table].view(pages.dtype).reshape(table.shape[0], -1, *pages.shape[2:])
 
 
 def paged(pairs: Sequence[tuple[Any, Any]], page: int) -> Pages:
