@@ -57,7 +57,15 @@ DECODE_PARAMS = np.dtype(  # of decode_params.cuh
     align=True,
 )
 
-PARAMS = {"PrefillParams": PREFILL_PARAMS, "DecodeParams": DECODE_PARAMS}
+PART_PARAMS = np.dtype(  # of fp_work.cuh
+    [
+        ("prefill", PREFILL_PARAMS), *((name, np.uint64) for name in ("part_out", "part_state")),
+        *((name, np.int32) for name in ("parts", "least", "queries", "unused")),
+    ],
+    align=True,
+)
+
+PARAMS = {"PrefillParams": PREFILL_PARAMS, "DecodeParams": DECODE_PARAMS, "PartParams": PART_PARAMS}
 
 
 def element_strides(a: ArrayView, axes: str) -> tuple[int, int, int, int]:

@@ -81,6 +81,11 @@ TILES: dict[str, dict[int, tuple[FpTile, ...]]] = {
     },
 }
 
+# Of calls that have at most so many rows a block, where a warp has the block to itself: keys of a step, stages.
+FEW_ROWS = 16
+FEW_KEYS: dict[int, tuple[tuple[int, int], ...]] = {64: ((32, 2), (16, 1)), 128: ((16, 2), (16, 1)), 256: ((16, 2), (16, 1), (8, 1))}
+FEW_RESIDENT = 8  # blocks of a multiprocessor at most: more would take registers from them
+
 # Tried first where both a bias and a mask array are added, whose addresses need registers.
 BOTH_ARRAYS: dict[str, dict[int, FpTile]] = {
     TF32X3: {64: FpTile(128, 32, 8, 2, 1)},
@@ -99,6 +104,17 @@ def arithmetic(dtype: str, precision: str | None, info: DeviceInfo) -> str:
         return TF32
     # Three products of TF32 against one of float32: chips for graphics have TF32 at half of the rate of float32.
     return TF32X3 if info.cc[1] == 0 and info.cc[0] in (8, 9, 10) else SIMT
+
+
+def few_rows(kind: str, dtype: str, d: int, dv: int, info: DeviceInfo) -> FpTile | None:
+    """The tile for few rows, with as many blocks as the GPU's shared memory holds; None if it holds none. Arguments as of `prefill_fp`."""
+    reserved = RESERVED_SHARED_MEMORY if info.cc >= (8, 0) else 0
+    for n, stages in next(keys for size, keys in FEW_KEYS.items() if max(d, dv) <= size):
+        tile = FpTile(FEW_ROWS, n, 1, stages, 1, 64 if kind == SIMT and dtype == "float64" else 128)
+        need = tile.shared_memory(8 if dtype == "float64" else 4, d, dv)
+        if need <= info.shared_memory_block:
+            return tile._replace(resident=min(FEW_RESIDENT, info.shared_memory_sm // (need + reserved)))
+    return None
 
 
 def prefill_fp(kind: str, dtype: str, d: int, dv: int, info: DeviceInfo, both_arrays: bool = False) -> FpTile | None:

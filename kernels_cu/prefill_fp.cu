@@ -32,16 +32,18 @@ struct RoundChunk {
 
 // What an instance fixes. DV: value columns of a block; SLICES blocks do all of them, each with the scores anew. STAGES: tiles of K and
 // of V in shared memory. WHOLE_CHUNKS: see NumberLoader. PAGED: keys and values lie in pages.
+// PARTS: keys are split over the grid, and combine_fp.cu merges the results of the parts.
 template <
     class Kind_, class Real_, class Out_, int DQK_, int DV_, int SLICES_, int M_, int N_, int WARPS_, int STAGES_, bool WHOLE_CHUNKS_,
-    int MASK_, int SCORE_, bool PAGED_ = false>
+    int MASK_, int SCORE_, bool PAGED_ = false, bool PARTS_ = false>
 struct PrefillFp {
     using Kind = Kind_;
     using Real = Real_;
     using T = typename Real::T;
     using Out = Out_;
     static constexpr int DQK = DQK_, DV = DV_, SLICES = SLICES_, M = M_, N = N_, STAGES = STAGES_, MASK = MASK_, SCORE = SCORE_;
-    static constexpr bool WHOLE_CHUNKS = WHOLE_CHUNKS_, PAGED = PAGED_;
+    using Params = typename Choose<PARTS_, PartParams, PrefillParams>::Type;
+    static constexpr bool WHOLE_CHUNKS = WHOLE_CHUNKS_, PAGED = PAGED_, PARTS = PARTS_;
     static constexpr int THREADS = 32 * WARPS_;
     static constexpr int WARP_ROWS = M / WARPS_;
     static constexpr int MT = WARP_ROWS / 16, NT = N / 8, OT = DV / 8;  // 16 x 8 tiles of a warp: rows, keys, value columns
@@ -71,12 +73,11 @@ template <class C> struct FpBlock {
     int position;  // of the first row
     int first, last;
 
-    __device__ __forceinline__ FpBlock(const PrefillParams& p, const WorkItem& work, const Sequence& seq, int first_column, u32 smem)
-        : k_loader(p, p.k, p.k_stride, work, seq, 0, p.head_dim),
-          v_loader(p, p.v, p.v_stride, work, seq, first_column, p.head_dim_v - first_column),
-          visible(p, seq), smem(smem), position(work.m_tile * C::M + seq.position) {
-        const int rows = min(C::M, seq.q_length - work.m_tile * C::M);  // that exist
-        visible.narrow(visible.of_any(position, position + rows - 1));
+    __device__ __forceinline__ FpBlock(const typename C::Params& p, const FpWork<C>& work, u32 smem)
+        : k_loader(p, p.k, p.k_stride, work, work.seq, 0, p.head_dim),
+          v_loader(p, p.v, p.v_stride, work, work.seq, work.first_column, p.head_dim_v - work.first_column),
+          visible(p, work.seq), smem(smem), position(work.position()) {
+        visible.narrow(work.keys(p));
         first = visible.begin / C::N;
         last = visible.end > visible.begin ? (visible.end - 1) / C::N : first - 1;
     }
@@ -132,27 +133,23 @@ template <class C> struct WarpStep {
 // again: registers are scarce in the main loop.
 template <class C>
 __device__ __forceinline__ void finish(
-    const PrefillParams& p, SoftmaxState<2 * C::MT, typename C::Real>& state, typename C::T (&O_rmem)[C::MT][C::OT][4], u32 low
+    const typename C::Params& p, SoftmaxState<2 * C::MT, typename C::Real>& state, typename C::T (&O_rmem)[C::MT][C::OT][4], u32 low
 ) {
     using T = typename C::T;
     using Out = typename C::Out;
-    const int block = block_index(), thread = thread_index();
-    const WorkItem work = work_item(p, block / C::SLICES);
-    const int first_column = block % C::SLICES * C::DV;
-    const Sequence seq = sequence(p, work.batch);
+    const FpWork<C> work(p, block_index());
+    const auto out = work.out(p);
     constexpr int SIZE = Chunk<T>::SIZE;
-    const int lane = thread % 32, first_row = work.m_tile * C::M + thread / 32 * C::WARP_ROWS;
-    auto* out = row_gmem<typename Stored<Out>::Type>(p.out, p.out_stride, work.batch, seq.q_begin, work.head) +
-                first_column * p.out_stride.column;
+    const int thread = thread_index(), lane = thread % 32, first_row = work.first_row() + thread / 32 * C::WARP_ROWS;
     u32 again = 0, tiny = 0;  // a bit for each of the warp's rows
     static_assert(C::WARP_ROWS <= 32, "");
 #pragma unroll
     for (int r = 0; r < 2 * C::MT; ++r) {
         const int row = first_row + 8 * r + lane / 4;
-        const bool here = row < seq.q_length;
+        const bool here = row < work.seq.q_length;
         state.reduce(r);
         const bool empty = state.sum[r] == T(0);  // NaN is not empty
-        const RowEnd end(p, work.head, state.reference[r], state.sum[r], weight_scale<typename C::Kind>);
+        const RowEnd end(p, work.sink(), state.reference[r], state.sum[r], weight_scale<typename C::Kind>);
         T watched = state.sum[r] * T(0), largest = 0;  // the first becomes NaN with a number that is not finite
 #pragma unroll
         for (int ot = 0; ot < C::OT; ot += SIZE)
@@ -169,10 +166,9 @@ __device__ __forceinline__ void finish(
                 const int column = 8 * ot + SIZE * (lane % 4 * 2 + c);
                 if (here)
                     store_numbers<Out, T>(
-                        out + row * p.out_stride.row, p.out_stride.column, column, p.head_dim_v - first_column, p.out_vector != 0, x);
+                        out.at(row), out.column_stride, column, p.head_dim_v - work.first_column, out.vector, x);
             }
-        if (here && p.lse && lane % 4 == 0 && first_column == 0)
-            *row_gmem<T>(p.lse, p.lse_stride, work.batch, seq.q_begin + row, work.head) = T(end.lse);
+        if (here && lane % 4 == 0 && work.first_column == 0) work.put_statistics(p, row, end);
         const u32 bit = here && !empty ? 1u << (8 * r + lane / 4) : 0u;
         if (!(watched == T(0))) again |= bit;
         if (here && empty && (low >> r & 1) != 0) again |= 1u << (8 * r + lane / 4);
@@ -193,13 +189,11 @@ __device__ __forceinline__ void finish(
         if ((again >> row & 1) != 0) exact_row<C>(p, row);
 }
 
-template <class C> __device__ __forceinline__ void prefill_fp(const PrefillParams& p, unsigned char* smem) {
+template <class C> __device__ __forceinline__ void prefill_fp(const typename C::Params& p, unsigned char* smem) {
     using T = typename C::T;
-    const WorkItem work = work_item(p, blockIdx.x / C::SLICES);
-    const int first_column = blockIdx.x % C::SLICES * C::DV;
-    const Sequence seq = sequence(p, work.batch);
-    const int first_row = work.m_tile * C::M;
-    if (first_row >= seq.q_length || (first_column > 0 && first_column >= p.head_dim_v)) return;
+    const FpWork<C> work(p, blockIdx.x);
+    const Sequence& seq = work.seq;
+    if (work.first_row() >= seq.q_length || (work.first_column > 0 && work.first_column >= p.head_dim_v)) return;
 
     SoftmaxState<2 * C::MT, typename C::Real> state;
     T O_rmem[C::MT][C::OT][4], S_rmem[C::MT][C::NT][4];
@@ -209,10 +203,10 @@ template <class C> __device__ __forceinline__ void prefill_fp(const PrefillParam
 #pragma unroll
     for (int i = 0; i < C::MT * C::OT * 4; ++i) O_rmem[i / (4 * C::OT)][i / 4 % C::OT][i % 4] = 0;
 
-    const FpBlock<C> block(p, work, seq, first_column, smem_address(smem));
+    const FpBlock<C> block(p, work, smem_address(smem));
     if (block.first <= block.last) {
         const typename C::QLoader q_loader(p.q, p.q_stride, work.batch, seq.q_begin, work.head, 0, p.head_dim);
-        q_loader.load(threadIdx.x, block.smem, first_row, 0, seq.q_length);
+        q_loader.load(threadIdx.x, block.smem, work.first_row(), 0, seq.q_length);
         block.load_k(threadIdx.x, block.last);
         if (C::STAGES == 2) block.load_v(threadIdx.x, block.last);
 

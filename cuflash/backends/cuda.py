@@ -14,7 +14,7 @@ import numpy as np
 from .. import device, jit, launch, structs, tiles
 from ..tiles import Tile
 from ..types import HOST, INDICES, UNBOUNDED, ArrayView, Plan, Problem, name_of
-from . import cuda_append, cuda_decode, cuda_fa1, cuda_fp, cuda_merge, cuda_pages, naive_cuda, packed
+from . import cuda_append, cuda_decode, cuda_fa1, cuda_fp, cuda_merge, cuda_pages, cuda_parts, naive_cuda, packed
 from .cuda_instance import (
     CUDA_TYPES, MASK_ARRAY, MASK_LEFT, MASK_LENGTH, MASK_RIGHT, SCORE_ALIBI, SCORE_BIAS, SCORE_BIAS32, SCORE_PLAIN, SCORE_SCALED,
     SCORE_SOFTCAP, SHORT_TYPES, PrefillInstance,
@@ -103,7 +103,7 @@ def decline(problem: Problem, kernel: str) -> str | None:
         return "float32 arrays with float64 results, which would show that its products keep 22 to 23 bits of 24"
     absent = {
         "score_mod": problem.score_mod is not None, "mask_mod": problem.mask_mod is not None, "score='sqdist'": problem.score == "sqdist",
-        "num_splits": (problem.num_splits or 1) > 1 and kernel != "decode",
+        "num_splits": (problem.num_splits or 1) > 1 and kernel != "decode" and (dtype in TYPES or problem.varlen),
     }
     for name, asked in absent.items():
         if asked:
@@ -150,7 +150,7 @@ def instance(problem: Problem, info: device.DeviceInfo, kernel: str = "fa2") -> 
     if kernel == "fa1":
         return cuda_fa1.instance(problem, mask, score, load, info)
     if name_of(problem.q.dtype) not in TYPES:
-        return cuda_fp.instance(problem, mask, score, info)
+        return cuda_parts.instance(problem, mask, score, info) or cuda_fp.instance(problem, mask, score, info)
     flat = is_flat(problem)
     tile = tile_for(d, dv, mask, score, load, problem.paged, flat, info)
     if tile is None:
@@ -192,10 +192,14 @@ def plan(problem: Problem, kernel: str) -> Plan:
     assert chosen is not None  # else it was declined
     if isinstance(chosen, cuda_decode.Instance):
         return cuda_decode.plan(problem, chosen, info)
+    if isinstance(chosen, cuda_parts.Instance):
+        return cuda_parts.plan(problem, chosen, info)
     t = chosen.tile
-    units = cuda_fp.why(chosen) if isinstance(chosen, cuda_fp.Instance) else "tensor cores (mma.sync)"
+    units, whole = "tensor cores (mma.sync)", ""
+    if isinstance(chosen, cuda_fp.Instance):
+        units, whole = cuda_fp.why(chosen), cuda_parts.why_whole(problem, chosen, info)
     warps = f"{t.warps} warps" + " that share the keys" * (kernel == "fa1")
-    why = f"{units}, {t.m} rows x {t.n} keys a block of {warps}, {chosen.shared_memory:,} bytes of shared memory on {info.name}"
+    why = f"{units}, {t.m} rows x {t.n} keys a block of {warps}, {chosen.shared_memory:,} bytes of shared memory on {info.name}{whole}"
     extra = (chosen, _section(problem, chosen, info))
     return Plan(kernel=kernel, backend=NAME, reason=why, tile=(t.m, t.n), threads=t.threads, extra=extra)
 
@@ -224,6 +228,8 @@ def _grid(problem: Problem, chosen: AnyInstance | cuda_decode.Instance) -> int:
     m = chosen.tile.m
     if isinstance(chosen, cuda_decode.Instance):
         return 0  # as many blocks as the GPU holds
+    if isinstance(chosen, cuda_parts.Instance):
+        return cuda_parts.blocks(problem, chosen)  # times the parts, which are fewer where these are many
     if chosen.flat:
         return problem.heads_q * structs.flat_tiles(problem, m) if problem.q.shape[0] else 0
     return problem.batch * problem.heads_q * -(-problem.seqlen_q // m) * chosen.slices
@@ -234,8 +240,8 @@ def run(plan: Plan, problem: Problem) -> None:
     if plan.kernel == "naive":
         naive_cuda.run(plan, problem)
         return
-    if plan.kernel == "decode":
-        cuda_decode.run(plan, problem, _small_arrays)
+    if (splits := _that_splits(plan)) is not None:
+        splits.run(plan, problem, _small_arrays)
         return
     ready, steps = _steps(plan, problem)
     if not steps and not problem.varlen:
@@ -260,8 +266,8 @@ def prepare(plan: Plan, problem: Problem) -> launch.Prepared | None:
         return None
     if any(name in structs.small_arrays(problem) for name in structs.SCALES):  # those of heads, from the host
         return None
-    if plan.kernel == "decode":
-        return cuda_decode.prepare(plan, problem)
+    if (splits := _that_splits(plan)) is not None:
+        return splits.prepare(plan, problem)
     ready, steps = _steps(plan, problem)
     if not steps:
         return None
@@ -271,9 +277,15 @@ def prepare(plan: Plan, problem: Problem) -> launch.Prepared | None:
 def make_ready(plan: Plan, problem: Problem) -> None:
     """Fail as ``run`` would: for want of a compiler, or in a stream capture that it cannot be part of. Nothing is launched."""
     if plan.kernel != "naive":
-        (cuda_decode.launches if plan.kernel == "decode" else _steps)(plan, problem)
+        splits = _that_splits(plan)
+        (_steps if splits is None else splits.launches)(plan, problem)
         if wanted := structs.small_arrays(problem):
             launch.refuse_capture(launch.copied(wanted))
+
+
+def _that_splits(plan: Plan) -> Any:
+    """The module that has the launches of a plan whose keys are split, or None."""
+    return {cuda_decode.Instance: cuda_decode, cuda_parts.Instance: cuda_parts}.get(type(plan.extra[0]))
 
 
 def _steps(plan: Plan, problem: Problem) -> tuple[AnyInstance, list[launch.Step]]:
@@ -333,6 +345,7 @@ def instances(arch: str) -> Iterator[jit.Source]:
     """Every common instance for an architecture such as "sm_90a": for precompilation."""
     yield from (chosen.source for chosen in common(arch))
     yield from (chosen.source for chosen in cuda_fp.common(representative(arch)))
+    yield from cuda_parts.instances(representative(arch))
     yield from (chosen.source for chosen in cuda_fa1.common(representative(arch)))
     for decodes in cuda_decode.common(representative(arch)):
         yield decodes.source

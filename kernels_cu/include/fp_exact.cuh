@@ -1,7 +1,7 @@
 // The slow, plain way to compute a row, for those that the fast way cannot do.
 #include "include/fp_paged.cuh"
 #include "include/fp_score.cuh"
-#include "include/schedule.cuh"
+#include "include/fp_work.cuh"
 #include "include/softmax_state.cuh"
 
 constexpr float TINY = 7.888609052210118e-31f;  // 2^-100
@@ -10,23 +10,22 @@ constexpr float TINY = 7.888609052210118e-31f;  // 2^-100
 // see or whose logit is -inf do not take part, whatever they hold. It serves rows that came out infinite or NaN: on the fast way
 // 0 * infinity is NaN where a key of the same tile is invisible, and infinity has no rest that tensor cores could multiply.
 template <class C>
-__device__ __forceinline__ void exact_row(const PrefillParams& p, int warp_row) {
+__device__ __forceinline__ void exact_row(const typename C::Params& p, int warp_row) {
     using T = typename C::T;
     using Real = typename C::Real;
-    const int block = block_index(), thread = thread_index(), lane = thread % 32;
-    const WorkItem work = work_item(p, block / C::SLICES);
-    const int first_column = block % C::SLICES * C::DV, row = work.m_tile * C::M + thread / 32 * C::WARP_ROWS + warp_row;
-    const Sequence seq = sequence(p, work.batch);
+    const FpWork<C> work(p, block_index());
+    const Sequence& seq = work.seq;
+    const int thread = thread_index(), lane = thread % 32, row = work.first_row() + thread / 32 * C::WARP_ROWS + warp_row;
     constexpr int OWN = (C::DV + 31) / 32;  // columns of a lane: lane, lane + 32, ...
     const T* q = row_gmem<T>(p.q, p.q_stride, work.batch, seq.q_begin + row, work.head);
     const KvRows<T, C::PAGED> k(p, p.k, p.k_stride, work, seq);
     KvRows<T, C::PAGED> v(p, p.v, p.v_stride, work, seq);
-    v.first_gmem += first_column * p.v_stride.column;
-    const int columns = min(C::DV, p.head_dim_v - first_column), position = row + seq.position;
+    v.first_gmem += work.first_column * p.v_stride.column;
+    const int columns = min(C::DV, p.head_dim_v - work.first_column), position = row + seq.position;
     const ExactScore<C::SCORE, Real> score(p, work.batch, work.head);
     using Arrays = ScoreArrays<C::MASK, C::SCORE, Real>;
     const Arrays arrays(p, seq, work.batch, work.head);
-    const KeyRange seen = Visibility<C::MASK>(p, seq).of_all(position, position);
+    const KeyRange seen = work.keys(p, row);
     const T scale = T(p.logit_scale64);
 
     SoftmaxState<1, Real> state;
@@ -76,26 +75,23 @@ __device__ __forceinline__ void exact_row(const PrefillParams& p, int warp_row) 
 #pragma unroll
     for (int lanes = 16; lanes > 0; lanes /= 2) state.sum[0] += __shfl_xor_sync(0xffffffffu, state.sum[0], lanes);
     const bool empty = state.sum[0] == T(0);
-    const RowEnd end(p, work.head, state.reference[0], state.sum[0], 1.0, Arrays::BIASED ? 1.0 : Exact64::LN2);
+    const RowEnd end(p, work.sink(), state.reference[0], state.sum[0], 1.0, Arrays::BIASED ? 1.0 : Exact64::LN2);
     using Out = typename C::Out;
-    auto* out = row_gmem<typename Stored<Out>::Type>(p.out, p.out_stride, work.batch, seq.q_begin + row, work.head) +
-                first_column * p.out_stride.column;
+    const auto out = work.out(p);
 #pragma unroll
     for (int i = 0; i < OWN; ++i)
-        if (lane + 32 * i < columns) out[(lane + 32 * i) * p.out_stride.column] = Stored<Out>::from(empty ? T(0) : end.weighted(o[i]));
-    if (p.lse && lane == 0 && first_column == 0) *row_gmem<T>(p.lse, p.lse_stride, work.batch, seq.q_begin + row, work.head) = T(end.lse);
+        if (lane + 32 * i < columns) out.at(row)[(lane + 32 * i) * out.column_stride] = Stored<Out>::from(empty ? T(0) : end.weighted(o[i]));
+    if (lane == 0 && work.first_column == 0) work.put_statistics(p, row, end);
 }
 
 // Whether a value that the block's rows may see is smaller than TF32 keeps digits of, but not 0. By a whole warp.
-template <class C> __device__ __forceinline__ bool any_tiny_value(const PrefillParams& p) {
-    const int block = block_index(), lane = thread_index() % 32;
-    const WorkItem work = work_item(p, block / C::SLICES);
-    const int first_column = block % C::SLICES * C::DV;
-    const Sequence seq = sequence(p, work.batch);
-    const int position = work.m_tile * C::M + seq.position, columns = min(C::DV, p.head_dim_v - first_column);
-    const KeyRange seen = Visibility<C::MASK>(p, seq).of_any(position, position + C::M - 1);
-    KvRows<float, C::PAGED> v(p, p.v, p.v_stride, work, seq);
-    v.first_gmem += first_column * p.v_stride.column;
+template <class C> __device__ __forceinline__ bool any_tiny_value(const typename C::Params& p) {
+    const int lane = thread_index() % 32;
+    const FpWork<C> work(p, block_index());
+    const int columns = min(C::DV, p.head_dim_v - work.first_column);
+    const KeyRange seen = work.keys(p);
+    KvRows<float, C::PAGED> v(p, p.v, p.v_stride, work, work.seq);
+    v.first_gmem += work.first_column * p.v_stride.column;
     bool tiny = false;
 #pragma unroll 1
     for (int key = seen.begin; key < seen.end; ++key) {

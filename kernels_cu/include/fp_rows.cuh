@@ -53,16 +53,17 @@ __device__ __forceinline__ void store_numbers(
 // What a row's sums come to. Once a row, so that float64 costs nothing even where it is slow: log2 units, a large sink and a small
 // share of the keys lose digits in float32.
 struct RowEnd {
-    double lse;      // natural
+    double reference, sum;  // natural
+    double lse;      // natural, with the sink
     double inverse;  // of the sum of weights
     double share;    // of the keys in the softmax, less than 1 if there is a sink
 
-    // `scale`: of the accumulators, but not of the sum. `unit`: what 1 of the reference is in natural logits.
+    // `head`: whose sink the row takes; below 0: it takes none. `scale`: of the accumulators, but not of the sum. `unit`: what 1 of the reference is in natural logits.
     __device__ __forceinline__ RowEnd(
         const PrefillParams& p, int head, double reference, double sum, double scale, double unit = Exact64::LN2
     )
-        : lse(fma(reference, unit, ::log(sum))), inverse(sum == 0.0 ? 0.0 : 1.0 / (sum * scale)), share(1.0) {
-        if (!p.sinks) return;
+        : reference(reference * unit), sum(sum), lse(fma(reference, unit, ::log(sum))), inverse(sum == 0.0 ? 0.0 : 1.0 / (sum * scale)), share(1.0) {
+        if (!p.sinks || head < 0) return;
         const double sink = reinterpret_cast<const double*>(p.sinks)[head], top = fmax(lse, sink);
         if (top == -infinity()) return;
         const double total = top + ::log(::exp(lse - top) + ::exp(sink - top));

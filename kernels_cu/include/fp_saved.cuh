@@ -3,8 +3,7 @@
 // A sum of many terms in float32 is off by the square root of their number, and what is added last is rounded most. So every so many
 // tiles the accumulators are added to those of the tiles before, and begin at 0 anew: sums of sums. They wait where the result will be,
 // which no other block touches and the L2 cache holds; the rows' references and sums wait in shared memory, [2][M].
-#include "include/fp_rows.cuh"
-#include "include/schedule.cuh"
+#include "include/fp_work.cuh"
 #include "include/softmax_state.cuh"
 
 template <class C> struct Saved {
@@ -19,16 +18,15 @@ template <class C> struct Saved {
 
     // Bring what is saved, if anything, and the accumulators together: in the array (to be saved, `keep`), or in the registers (the end).
     static __device__ __forceinline__ void combine(
-        const PrefillParams& p, u32 smem, bool some, bool keep, State& state, T (&O_rmem)[C::MT][C::OT][4]
+        const typename C::Params& p, u32 smem, bool some, bool keep, State& state, T (&O_rmem)[C::MT][C::OT][4]
     ) {
-        const int block = block_index(), thread = thread_index(), lane = thread % 32, warp_row = thread / 32 * C::WARP_ROWS;
-        const WorkItem work = work_item(p, block / C::SLICES);
-        const int first_column = block % C::SLICES * C::DV, columns = p.head_dim_v - first_column;
-        const Sequence seq = sequence(p, work.batch);
-        T* out = row_gmem<T>(p.out, p.out_stride, work.batch, seq.q_begin, work.head) + first_column * p.out_stride.column;
+        const int thread = thread_index(), lane = thread % 32, warp_row = thread / 32 * C::WARP_ROWS;
+        const FpWork<C> work(p, block_index());
+        const int columns = p.head_dim_v - work.first_column;
+        const auto out = work.out(p);
 #pragma unroll
         for (int r = 0; r < 2 * C::MT; ++r) {
-            const int own = warp_row + 8 * r + lane / 4, row = work.m_tile * C::M + own;
+            const int own = warp_row + 8 * r + lane / 4, row = work.first_row() + own;
             const u32 place = smem + C::SAVED_SMEM + 4 * own;
             T factor = 0;
             state.reduce(r);
@@ -48,16 +46,15 @@ template <class C> struct Saved {
                 for (int c = 0; c < 2; ++c) {
                     const int column = 8 * ot + SIZE * (lane % 4 * 2 + c);
                     T x[SIZE] = {};
-                    if (some && row < seq.q_length)
-                        load_numbers<T>(x, out + row * p.out_stride.row, p.out_stride.column, column, columns, p.out_vector != 0);
+                    if (some && row < work.seq.q_length)
+                        load_numbers<T>(x, out.at(row), out.column_stride, column, columns, out.vector);
 #pragma unroll
                     for (int e = 0; e < SIZE; ++e) {
                         T& o = O_rmem[r / 2][ot + e][r % 2 * 2 + c];
                         x[e] = some ? C::Real::fma(x[e], factor, o) : o;
                         o = keep ? T(0) : x[e];
                     }
-                    if (keep && row < seq.q_length)
-                        store_numbers<T, T>(out + row * p.out_stride.row, p.out_stride.column, column, columns, p.out_vector != 0, x);
+                    if (keep && row < work.seq.q_length) store_numbers<T, T>(out.at(row), out.column_stride, column, columns, out.vector, x);
                 }
             if (keep || lane % 4 != 0) state.sum[r] = 0;  // the end sums the lanes' shares once more
         }

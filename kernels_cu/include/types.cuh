@@ -11,6 +11,14 @@ using i64 = long long;
 template <class A, class B> constexpr bool same = false;
 template <class A> constexpr bool same<A, A> = true;
 
+// The first type if so, else the second.
+template <bool FIRST, class A, class B> struct Choose {
+    using Type = A;
+};
+template <class A, class B> struct Choose<false, A, B> {
+    using Type = B;
+};
+
 struct Fp16 {};  // IEEE binary16
 struct Bf16 {};  // bfloat16
 struct E4m3 {};  // 8 bits: sign, 4 of exponent, 3 of fraction; NaN, but no infinity (OCP FP8, float8_e4m3fn)

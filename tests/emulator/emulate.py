@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 from cuflash import arrays, jit, structs, tiles_fp
-from cuflash.backends import cuda, cuda_append, cuda_decode, cuda_fa1, cuda_fp, packed
+from cuflash.backends import cuda, cuda_append, cuda_decode, cuda_fa1, cuda_fp, cuda_parts, packed
 from cuflash.device import DeviceInfo
 from cuflash.types import Append, ArrayView, Problem
 
@@ -162,7 +162,7 @@ class Emulator:
 
     def prepare(self, instance: Instance, info: DeviceInfo) -> concurrent.futures.Future[Path]:
         """Have an instance compiled, with the code paths of a GPU."""
-        return self.prepare_source(instance.source, "PrefillParams", _code_path(instance, info))
+        return self.prepare_source(instance.source, instance.PARAMS, _code_path(instance, info))
 
     def prepare_source(self, source: jit.Source, params: str, arch: int) -> concurrent.futures.Future[Path]:
         """Have a kernel compiled; arguments as for :meth:`compile`."""
@@ -191,6 +191,9 @@ class Emulator:
             If a thread did something that is not allowed.
         """
         instance = instance or chosen(problem, info)
+        if isinstance(instance, cuda_parts.Instance):
+            self._run_parts(problem, info, instance, side)
+            return
         on_device = isinstance(problem.cu_seqlens_q, ArrayView)
         if problem.varlen and not on_device:
             packed.clear_slack(problem)
@@ -216,6 +219,31 @@ class Emulator:
             if blocks:
                 library = self.prepare(instance, info).result()
                 self.execute(library, params, blocks, instance.tile.threads, instance.shared_memory, memory)
+        except EmulationError as error:
+            raise EmulationError(f"{instance.name}, {error}") from None
+        for a in results.values():
+            a.write_back()
+
+    def _run_parts(self, problem: Problem, info: DeviceInfo, instance: cuda_parts.Instance, side: Side) -> None:
+        """As :meth:`run`, for keys that are split over the grid. The workspace holds NaN at first."""
+        how = cuda_parts.split(problem, instance, info)
+        if not how.grid:
+            return
+        inputs = {name: Guarded(a, side) for name in ("q", "k", "v", "bias", "mask") if (a := getattr(problem, name)) is not None}
+        results = {name: Guarded(a, side, writable=True) for name in ("out", "lse") if (a := getattr(problem, name)) is not None}
+        small = {name: Guarded(arrays.view(value, name), side) for name, value in structs.small_arrays(problem).items()}
+        small |= {name: Guarded(getattr(problem, name), side) for name in problem.indices_on_device}
+        parts = {
+            name: Guarded(arrays.view(np.full(size, 0xFF, np.uint8), name), side, writable=True)
+            for name, size in zip(("part_out", "part_state"), cuda_parts.workspace(problem, how), strict=True)
+        }
+        moved = problem.replace(**{name: a.view for name, a in {**inputs, **results}.items()})
+        pointers = {name: a.view.pointer for name, a in small.items()}
+        params = cuda_parts.pack(moved, instance, how, pointers, tuple(a.view.pointer for a in parts.values()))
+        try:
+            for source, grid, threads, shared in cuda_parts.steps(problem, instance, how):
+                library = self.prepare_source(source, "PartParams", _code_path(instance, info)).result()
+                self.execute(library, params, grid, threads, shared, {**inputs, **results, **small, **parts})
         except EmulationError as error:
             raise EmulationError(f"{instance.name}, {error}") from None
         for a in results.values():
