@@ -81,9 +81,10 @@ TILES: dict[str, dict[int, tuple[FpTile, ...]]] = {
     },
 }
 
-# Of calls that have at most so many rows a block, where a warp has the block to itself: keys of a step, stages.
+# Of calls that have at most so many rows a block, where a warp has the block to itself. Reading is what takes the time, and many small
+# blocks hide it best: with 32 keys, or two stages, there are fewer of them, which on an H200 took up to 1.9 times as long.
 FEW_ROWS = 16
-FEW_KEYS: dict[int, tuple[tuple[int, int], ...]] = {64: ((32, 2), (16, 1)), 128: ((16, 2), (16, 1)), 256: ((16, 2), (16, 1), (8, 1))}
+FEW_KEYS = 16, 8  # of a step, in order of preference
 FEW_RESIDENT = 8  # blocks of a multiprocessor at most: more would take registers from them
 
 # Tried first where both a bias and a mask array are added, whose addresses need registers.
@@ -109,8 +110,8 @@ def arithmetic(dtype: str, precision: str | None, info: DeviceInfo) -> str:
 def few_rows(kind: str, dtype: str, d: int, dv: int, info: DeviceInfo) -> FpTile | None:
     """The tile for few rows, with as many blocks as the GPU's shared memory holds; None if it holds none. Arguments as of `prefill_fp`."""
     reserved = RESERVED_SHARED_MEMORY if info.cc >= (8, 0) else 0
-    for n, stages in next(keys for size, keys in FEW_KEYS.items() if max(d, dv) <= size):
-        tile = FpTile(FEW_ROWS, n, 1, stages, 1, 64 if kind == SIMT and dtype == "float64" else 128)
+    for n in FEW_KEYS:
+        tile = FpTile(FEW_ROWS, n, 1, 1, 1, 64 if kind == SIMT and dtype == "float64" else 128)
         need = tile.shared_memory(8 if dtype == "float64" else 4, d, dv)
         if need <= info.shared_memory_block:
             return tile._replace(resident=min(FEW_RESIDENT, info.shared_memory_sm // (need + reserved)))

@@ -54,7 +54,8 @@ WIDER = {
 # Options that a kernel of this version does not have, and the words of its reason; the list only shrinks.
 ABSENT: dict[str, dict[str, str]] = {
     "cuda/fa2": {
-        **{name: f"{name} is not part" for name in ("score_mod", "mask_mod", "num_splits")},
+        **{name: f"{name} is not part" for name in ("score_mod", "mask_mod")},
+        **{f"{name} num_splits": "num_splits is not part" for name in ("float16", "bfloat16", "packed")},
         "sqdist": "score='sqdist' is not part",
         **WIDER, "float32 to float64": "float32 arrays with float64 results",
     },
@@ -82,7 +83,7 @@ ABSENT: dict[str, dict[str, str]] = {
 def absent(target: Target, dtype: np.dtype, options: Mapping[str, Any]) -> list[str]:
     """Words of the reasons for which a target may decline a call with these options."""
     asked = {name for name, value in options.items() if value is not None and not (name == "num_splits" and value == 1)}
-    asked |= {f"{dtype.name} {name}" for name in asked}
+    asked |= {f"{dtype.name} {name}" for name in asked} | ({f"packed {name}" for name in asked} if options.get("packed") else set())
     asked |= {dtype.name, "strides"} | ({"sqdist"} if options.get("score") == "sqdist" else set())
     if np.ndim(options.get("scale")) == 0 and options.get("scale") == 0:
         asked.add("scale of 0")

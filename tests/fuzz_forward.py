@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import dataclasses
 import json
 import os
 import queue
@@ -33,8 +34,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import numpy as np  # noqa: E402
 from cases import Target  # noqa: E402
-from cuflash import NoBackendError, device, jit  # noqa: E402
-from cuflash.backends import cuda, naive_cuda  # noqa: E402
+from cuflash import NoBackendError, device, jit, tiles_fp  # noqa: E402
+from cuflash.backends import cuda, cuda_parts, naive_cuda  # noqa: E402
 from fuzz_check import build, check, emulated, examine  # noqa: E402
 from hypothesis import HealthCheck, Phase, given, reject, seed, settings  # noqa: E402
 from hypothesis.database import DirectoryBasedExampleDatabase  # noqa: E402
@@ -67,10 +68,14 @@ def _sources(kind: Kind, info: device.DeviceInfo) -> list[jit.Source]:
         kind, d=kind.d - kind.d % kind.unit, dv=kind.dv - kind.dv % kind.unit, sq=2, sk=2, window=window, scale=scale,
         softcap=2.0 if kind.softcap else None, **{"hidden": False, **flat, **pages},
     )
-    problem = emulated(build(e))
-    chosen = cuda.instance(problem, info, kind.kernel)
-    assert chosen is not None
-    found = [chosen.source]
+    found = []
+    for queries in (2,) if kind.itemsize == 2 else (1, 2, tiles_fp.FEW_ROWS + 1):
+        problem = emulated(build(dataclasses.replace(e, sq=queries)))
+        chosen = cuda.instance(problem, info, kind.kernel)
+        assert chosen is not None
+        found.append(chosen.source)
+        if isinstance(chosen, cuda_parts.Instance):
+            found.append(cuda_parts.combine_source(kind.dtype, kind.out))
     for flat_rows in (False, True) if kind.kernel == "fa2" and not kind.paged else ():  # device-side cu_seqlens
         if not flat_rows or kind.flat:
             found.append(cuda.clear_source(problem.out_dtype.itemsize, problem.compute_dtype.itemsize, flat_rows))

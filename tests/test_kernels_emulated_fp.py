@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import compare
 import numpy as np
 import pytest
-from case import BF16, F32, F64, bias, case, causal, mask
+from case import BF16, F16, F32, F64, alibi, bias, case, causal, fixed, mask, sinks, tree, upper_left
 from cases import CASES, absent
-from cuflash import device, tiles_fp
+from cuflash import arrays, device, tiles_fp
 from cuflash import problem as problems
 from cuflash.backends import cuda
 from cuflash.tiles import HEAD_CLASSES
@@ -49,7 +51,7 @@ def kind_runs() -> Iterator[Run]:
     for c in (*CASES, *FURTHER):
         if not {F32, F64} <= set(c.dtypes) or c.decode:
             continue
-        options: dict[str, object] = {}
+        options: dict[str, object] = {"packed": c.packed is not None}
         for builder in c.options:
             options.update(builder(c.rng(), c.shape, F32))
         if absent(FA2, F64, options):
@@ -62,6 +64,37 @@ def kind_runs() -> Iterator[Run]:
             gpu = places[taken % 3]
             if not (options.get("out_dtype") == BF16 and gpu is T4):
                 yield of_case(c, dtype, gpu)
+
+
+def parts_runs() -> Iterator[Run]:
+    """Keys that are split over the grid."""
+    rows = {
+        "one-query": case("", "2,1,700,6,2,64", fixed(num_splits=5)),
+        "one-query-window-softcap-sinks": case("", "2,1,300,6,2,24", fixed(window=(170, 0), softcap=3.0, num_splits=3), sinks),
+        "one-query-upper-left": case("", "2,1,300,6,2,24", upper_left, sinks),
+        "one-query-alibi": case("", "2,1,300,6,2,16", alibi(), fixed(num_splits=3)),
+        "one-query-bias-mask": case("", "2,1,300,6,2,16", bias(hidden=0.2), mask(visible=0.5), fixed(num_splits=3)),
+        "group-of-140": case("", "1,1,200,140,1,16", sinks, fixed(num_splits=3)),
+        "wide-values": case("", "1,1,200,4,2,33,200", fixed(num_splits=3)),
+        "lengths": case("", "4,1,300,4,2,16", sinks, kv_lengths=(300, 1, 0, 77), kv_start=(3, 0, 0, 70)),
+        "pages": case("", "3,1,300,4,2,16", page_size=7, kv_lengths=(300, 65, 3)),
+        "causal-lengths-start": case("", "4,5,300,4,2,16", causal, alibi(), kv_lengths=(300, 3, 0, 77), kv_start=(3, 0, 0, 70)),
+        "causal-pages-window": case("", "2,5,300,4,2,16", causal, fixed(window=(90, 0), num_splits=3), page_size=16, kv_lengths=(300, 65)),
+        "tree": case("", "2,6,300,4,2,16", tree, fixed(num_splits=3)),
+        "more-parts-than-tiles": case("", "2,3,100,4,2,16", causal, fixed(num_splits=500), kv_lengths=(100, 0)),
+        "invariant": case("", "2,3,1300,2,1,16", causal, fixed(batch_invariant=True), kv_lengths=(1300, 3)),
+        "two-blocks-of-rows": case("", "1,140,300,2,1,16", causal, fixed(num_splits=3)),
+        "out-float16": case("", "1,1,300,2,1,20", fixed(out_dtype=F16, num_splits=3)),
+    }
+    for n, (name, c) in enumerate(rows.items()):
+        for dtype in (F32, F64):
+            yield of_case(dataclasses.replace(c, name=f"parts-{name}"), dtype, [gpu for t, gpu in PLACES if t == dtype][n % 3])
+    for dtype, gpu in PLACES:
+        for number in (np.nan, np.inf):
+            arrays = changed(64, dtype, 1, set_to(60, number))
+            yield of_arrays(f"{dtype}-parts-key-{number}", gpu, lambda a=arrays: a, causal=True, num_splits=4)
+        yield of_arrays(f"{dtype}-parts-not-finite-values", gpu, lambda t=dtype: changed(64, t, 2, spoil), causal=True, num_splits=4)
+        yield of_arrays(f"{dtype}-parts-tiny-values", gpu, lambda t=dtype: tiny_values(t), causal=True, num_splits=4)
 
 
 def changed(d: int, dtype: np.dtype, which: int, change: Callable[[np.ndarray], None]) -> tuple[np.ndarray, ...]:
@@ -116,7 +149,7 @@ def tiny_values(dtype: np.dtype) -> tuple[np.ndarray, ...]:
     return q, k, (v * np.finfo(dtype).tiny).astype(dtype)
 
 
-RUNS = {run.name: run for runs in (tile_runs(), kind_runs(), hard_runs()) for run in runs}
+RUNS = {run.name: run for runs in (tile_runs(), kind_runs(), parts_runs(), hard_runs()) for run in runs}
 
 
 @pytest.fixture(scope="module")
@@ -178,6 +211,50 @@ def test_long_rows_of_one_sign(emulator, gpu):
     out, lse = np.full(q.shape, np.nan, F32), np.full((1, 1, 4), np.nan, F32)
     emulator.run(problems.with_outputs(plain, out, lse, True, "BSHD", 4)[0], gpu)
     want = compare.expect([plain])
+    compare.assert_close(out, want.out[0], want.out_bound, "out")
+    compare.assert_close(lse, want.lse[0], want.lse_bound, "lse")
+
+
+def computed(emulator: emulate.Emulator, gpu: device.DeviceInfo, *arrays: np.ndarray, **options: Any) -> tuple[np.ndarray, np.ndarray]:
+    """out and lse."""
+    problem = problems.build_attention(*arrays, **options)
+    out, lse = np.full(problem.out_shape, np.nan, problem.out_dtype), np.full(problem.lse_shape, np.nan, problem.compute_dtype)
+    emulator.run(problems.with_outputs(problem, out, lse, True, "BSHD", 4)[0], gpu)
+    return out, lse
+
+
+@pytest.mark.parametrize("queries", [1, 5, 20])
+@pytest.mark.parametrize(("dtype", "gpu"), [(F32, H200), (F64, H200), (F32, T4)], ids=str)
+def test_a_row_does_not_depend_on_its_neighbours(emulator, dtype, gpu, queries):
+    """Case 21: alone, among others, in a larger cache and in pages of any order: the same bits."""
+    rng = np.random.default_rng(queries)
+    lengths = np.array([1300, 7, 0, 513])
+    q, k, v = (rng.standard_normal((4, n, h, 16)).astype(dtype) for n, h in ((queries, 4), (1400, 2), (1400, 2)))
+    options: dict[str, Any] = {"causal": True, "batch_invariant": True}
+    whole = computed(emulator, gpu, q, k, v, kv_lengths=lengths, **options)
+    table = rng.permutation(4 * 200).reshape(4, 200)
+    pages = [np.full((4 * 200, 7, 2, 16), np.nan, dtype) for _ in "kv"]
+    for a, source in zip(pages, (k, v), strict=True):
+        a[table] = source.reshape(4, 200, 7, 2, 16)
+    paged = computed(emulator, gpu, q, *pages, page_table=table, kv_lengths=lengths, **options)
+    for b, n in enumerate(lengths):
+        alone = computed(emulator, gpu, q[b : b + 1], k[b : b + 1, :n], v[b : b + 1, :n], **options)
+        for name, one, others, of_pages in zip(("out", "lse"), alone, whole, paged, strict=True):
+            compare.assert_same_bits(one[0], others[b], f"{name} of sequence {b}")
+            compare.assert_same_bits(one[0], of_pages[b], f"{name} of sequence {b} in pages")
+
+
+@pytest.mark.parametrize("width", [np.int32, np.int64])
+def test_lengths_on_the_device_are_followed(emulator, width):
+    """Clamped to what the cache holds; a plan knows no more of them than its capacity."""
+    rng = np.random.default_rng(2)
+    q, k, v = (rng.standard_normal((4, n, h, 16)).astype(F32) for n, h in ((1, 4), (300, 2), (300, 2)))
+    lengths, start = np.array([300, 999, -5, 77], width), np.array([0, 290, 3, -1], width)
+    problem = problems.build_attention(q, k, v, num_splits=3)
+    out, lse = np.full(problem.out_shape, np.nan, F32), np.full(problem.lse_shape, np.nan, F32)
+    there = {name: arrays.view(x, name) for name, x in (("kv_lengths", lengths), ("kv_start", start))}
+    emulator.run(problems.with_outputs(problem.replace(**there), out, lse, True, "BSHD", 4)[0], H200)
+    want = compare.expect([problems.build_attention(q, k, v, kv_lengths=lengths.clip(0, 300), kv_start=[0, 290, 0, 0])])
     compare.assert_close(out, want.out[0], want.out_bound, "out")
     compare.assert_close(lse, want.lse[0], want.lse_bound, "lse")
 

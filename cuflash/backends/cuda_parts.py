@@ -25,7 +25,10 @@ from .cuda_instance import CUDA_TYPES, ITEMSIZE, MASK_ARRAY, MASK_RIGHT, SHORT_T
 LARGEST_GRID = 2**31 - 1
 MOST_PARTS = 128  # of a sequence, unless num_splits says so
 LEAST_TILES = 4  # of keys, of a part
-START, MERGE = 2, 1 / 8  # what a wave of blocks, and what a part more, cost beside their keys: in the time of a tile of keys
+# What decides on the number of parts, in the time that a warp takes for a tile of keys: what a block, and what a part more, cost beside
+# their keys; and how much longer tiles take where a scheduler has but one warp. From measurements on an H200.
+START, MERGE, ALONE = 2, 1 / 32, 1.4
+SCHEDULERS = 4  # of a multiprocessor
 COMBINE_THREADS = 128  # of a block
 
 
@@ -93,7 +96,7 @@ def _wanted(problem: Problem, chosen: Instance, info: DeviceInfo) -> bool:
         return problem.num_splits > 1 or few(problem)
     if problem.batch_invariant:  # the batch must not decide
         return problem.seqlen_q <= cuda_decode.MOST_QUERIES
-    return few(problem) or _idles(problem, chosen, info)
+    return few(problem) or packs(problem) or _idles(problem, chosen, info)
 
 
 def _idles(problem: Problem, chosen: cuda_fp.Instance, info: DeviceInfo) -> bool:
@@ -135,11 +138,12 @@ def split(problem: Problem, chosen: Instance, info: DeviceInfo) -> Split:
         least = max(1, cuda_decode.INVARIANT_KEYS // chosen.tile.n)
         parts = min(cuda_decode.INVARIANT_PARTS, -(-total // least))
     else:
-        least = LEAST_TILES
-        slots = info.multiprocessors * chosen.tile.resident
+        least, warps = LEAST_TILES, chosen.tile.threads // 32
 
         def time(parts: int) -> float:
-            return -(-in_part * parts // slots) * (-(-total // parts) + START) + MERGE * parts
+            each = -(-in_part * parts * warps // (info.multiprocessors * SCHEDULERS))  # warps of a scheduler, one after the other
+            alone = min(each, chosen.tile.resident * warps // SCHEDULERS) < 2
+            return each * (-(-total // parts) + START) * (ALONE if alone else 1) + MERGE * parts
 
         parts = min(range(1, max(1, min(MOST_PARTS, total // least)) + 1), key=time)
     parts = max(1, min(parts, LARGEST_GRID // in_part))
@@ -174,7 +178,7 @@ def combine_source(dtype: str, out: str) -> jit.Source:
     stub = (
         f'static_assert(sizeof(PartParams) == {structs.PART_PARAMS.itemsize}, "structs.py mirrors it");\n'
         f'static_assert(COMBINE_THREADS == {COMBINE_THREADS}, "as cuda_parts.py has it");\n'
-        f'extern "C" __global__ void __launch_bounds__(COMBINE_THREADS) {name}(const __grid_constant__ PartParams p) {{\n'
+        f'extern "C" __global__ void __launch_bounds__(COMBINE_THREADS, 4) {name}(const __grid_constant__ PartParams p) {{\n'
         f"    combine_fp<{'Exact64' if dtype == 'float64' else 'Exact32'}, {CUDA_TYPES[out]}>(p);\n"
         "}\n"
     )
@@ -184,9 +188,7 @@ def combine_source(dtype: str, out: str) -> jit.Source:
 def steps(problem: Problem, chosen: Instance, how: Split) -> Iterator[tuple[jit.Source, int, int, int]]:
     """What is launched, one after the other: kernel, blocks, threads, bytes of shared memory."""
     yield chosen.source, how.grid, chosen.tile.threads, chosen.shared_memory
-    chunks = -(-problem.head_dim_v // (16 // ITEMSIZE[chosen.dtype]))
-    threads = problem.batch * problem.heads_q * problem.seqlen_q * chunks
-    yield combine_source(chosen.dtype, how.out), -(-threads // COMBINE_THREADS), COMBINE_THREADS, 0
+    yield combine_source(chosen.dtype, how.out), problem.batch * problem.heads_q * problem.seqlen_q, COMBINE_THREADS, 0
 
 
 def pack(problem: Problem, chosen: Instance, how: Split, pointers: dict[str, int], memory: tuple[int, int] = (0, 0)) -> np.ndarray:

@@ -1,0 +1,121 @@
+"""How keys of float32 and float64 calls are split over the grid: which calls, tiles, parts and words. Needs no GPU."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+from case import F16, F32, F64
+from cuflash import device, tiles, tiles_fp
+from cuflash.backends import cuda, cuda_decode, cuda_fp, cuda_parts
+from cuflash.problem import build_attention, build_varlen
+from cuflash.types import Plan, Problem
+
+H200 = device.KNOWN["H200"]
+
+
+def problem(
+    batch: int = 1, queries: int = 1, keys: int = 4096, heads: int = 32, kv_heads: int = 8, d: int = 64, dtype: Any = F32, **options: Any,
+) -> Problem:
+    q, k = (np.broadcast_to(np.zeros((), dtype), (batch, n, h, d)) for n, h in ((queries, heads), (keys, kv_heads)))
+    return build_attention(q, k, k, **options)
+
+
+def planned(asked: Problem, gpu: device.DeviceInfo = H200) -> Plan:
+    with device.pretend(gpu):
+        return cuda.plan(asked, "fa2")
+
+
+def split(gpu: device.DeviceInfo = H200, **sizes: Any) -> cuda_parts.Split | None:
+    """None if the keys stay whole."""
+    plan = planned(problem(**sizes), gpu)
+    return plan.extra[1] if isinstance(plan.extra[0], cuda_parts.Instance) else None
+
+
+@pytest.mark.parametrize("gpu", device.KNOWN.values(), ids=lambda gpu: gpu.name)
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_tiles_fit(gpu, dtype):
+    """Those of all head sizes, with as many blocks as a multiprocessor holds, but none that would take registers from them."""
+    kind = tiles_fp.arithmetic(dtype, None, gpu)
+    for d in tiles.HEAD_CLASSES:
+        for dv in tiles.HEAD_CLASSES:
+            tile = tiles_fp.few_rows(kind, dtype, d, dv, gpu)
+            used = tile.shared_memory(8 if dtype == "float64" else 4, d, dv)
+            assert used <= gpu.shared_memory_block and tile.resident * (used + 1024 * (gpu.cc >= (8, 0))) <= gpu.shared_memory_sm
+            assert 1 <= tile.resident and tile.resident * tile.threads * 256 <= gpu.registers_sm
+            assert tile.m == tiles_fp.FEW_ROWS
+
+
+@pytest.mark.parametrize("dtype", [F32, F64], ids=str)
+@pytest.mark.parametrize("gpu", [H200, device.KNOWN["T4"]], ids=lambda gpu: gpu.name)
+def test_one_sequence_fills_the_gpu(gpu, dtype):
+    for keys in (4096, 32768):
+        how = split(gpu, keys=keys, dtype=dtype)
+        assert how.blocks == 8  # a key/value head each
+        assert how.grid >= gpu.multiprocessors / 2 and how.parts <= cuda_parts.MOST_PARTS
+    assert split(gpu, keys=4096, dtype=dtype).parts <= split(gpu, keys=32768, dtype=dtype).parts
+    assert split(gpu, keys=10, dtype=dtype).parts == split(gpu, keys=0, dtype=dtype).parts == 1
+    assert split(gpu, batch=512, dtype=dtype).parts < split(gpu, dtype=dtype).parts
+
+
+def test_a_window_is_what_is_split():
+    assert split(keys=32768, window=(100, 0)).parts <= 2 and split(keys=32768, window=(-1, 0)).parts > 50
+
+
+def test_which_rows_a_block_has():
+    """Query heads of a key/value head, unless something tells them apart; several queries of one head."""
+    assert split().blocks == 8 and split(sinks=np.zeros(32)).blocks == 8 and split(heads=200, kv_heads=1).blocks == 2
+    for options in ({"alibi_slopes": np.zeros(32)}, {"bias": np.zeros(4096, F32)}, {"mask": np.ones(4096, bool)}, {"queries": 16}):
+        assert split(**options).blocks == 32, options
+
+
+def test_many_queries_are_split_where_the_gpu_idles():
+    assert split(queries=17).parts > 1 and split(queries=500, heads=2, kv_heads=1, keys=100_000, causal=True).parts > 1
+    assert split(queries=17, batch=64) is None and split(queries=4096, causal=True) is None and split(queries=64, keys=64) is None
+
+
+def test_parts_that_are_asked_for():
+    for queries in (1, 5, 300):
+        for splits in (2, 3, 33):
+            assert split(queries=queries, num_splits=splits).parts == splits
+        assert split(queries=queries, num_splits=10_000).parts == -(-4096 // planned(problem(queries=queries, num_splits=2)).tile[1])
+    assert split(num_splits=1).parts == 1 and split(queries=300, num_splits=1) is None
+
+
+def test_batch_invariant_parts_do_not_know_the_batch():
+    """Nor the capacity: a part has the same tiles, and a sequence of the same length as many parts."""
+    for queries in (1, 5, 64):
+        tile = planned(problem(queries=queries, batch_invariant=True)).tile
+        found = {split(queries=queries, batch=batch, batch_invariant=True).parts for batch in (1, 7, 1000)}
+        least = {split(queries=queries, keys=keys, batch_invariant=True).least for keys in (1, 4096, 10**6)}
+        assert found == {4096 // cuda_decode.INVARIANT_KEYS} and least == {cuda_decode.INVARIANT_KEYS // tile[1]}
+    assert split(batch_invariant=True, keys=10**6).parts == cuda_decode.INVARIANT_PARTS
+    assert split(queries=65, batch_invariant=True) is split(queries=65, batch=64, batch_invariant=True) is None
+
+
+def test_what_is_not_split_says_so():
+    q, k = np.zeros((40, 4, 64), F32), np.zeros((8000, 4, 64), F32)
+    packed = build_varlen(q, k, k, [0, 40], [0, 8000])
+    assert "packed sequences are not split" in planned(packed).reason
+    assert "num_splits is not part" in cuda.decline(packed.replace(num_splits=2), "fa2")
+    assert "at most 64 queries" in planned(problem(queries=65, heads=4, kv_heads=4, keys=8000, batch_invariant=True)).reason
+    assert "split" not in planned(problem(queries=4096)).reason
+    assert "num_splits is not part" in cuda.decline(problem(dtype=F16, num_splits=2), "fa2")
+
+
+def test_workspace_and_words():
+    plan = planned(problem(batch=2, queries=3, num_splits=5, dtype=F64, out_dtype=F32))
+    assert plan.num_splits == 5 and plan.workspace == 5 * 2 * 3 * 32 * (64 * 8 + 16)
+    assert "3 queries" in plan.reason and "up to 5 parts" in plan.reason and "320 blocks" in plan.reason
+    assert "4 query heads of a key/value head" in planned(problem()).reason
+    assert "by its own length alone" in planned(problem(batch_invariant=True)).reason
+
+
+def test_names_are_distinct():
+    instances = list(cuda_parts.common(H200))
+    names = [i.name for i in (*instances, *cuda_fp.common(H200))]
+    assert len(set(names)) == len(names)
+    assert any(re.fullmatch(r"prefill_fp_fp32_tf32x3_d128_m16n\d+w1s\d_parts", name) for name in names)
+    assert {i.source for i in instances} <= set(cuda.instances("sm_90a"))
