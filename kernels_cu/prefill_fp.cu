@@ -4,6 +4,9 @@
 // warp. Keys and values come in tiles of N rows, from the last visible to the first. What multiplies is a parameter (Kind); masks,
 // scores and softmax are those of the 16-bit kernels, in float32 or float64.
 //
+// Few queries over many keys are the same with one warp a block and parts of the keys (PARTS): reading takes the time, and to hide it
+// many small blocks are needed.
+//
 // Costs, per warp and tile of 16 rows x 32 keys at D = 128 (0.26 MFLOP), on sm_90; shared memory: 32 + 64 loads of 512 bytes, 4 clocks
 // each of a unit that four warps share. Global memory is no limit: a block of 128 rows does 32 FLOP for each byte of K and V it reads.
 // Measured on an H200 at 8,192 keys, D = 64 and 128.

@@ -158,6 +158,8 @@ class Gpu:
                 params = params.view(structs.DECODE_PARAMS)
                 scales = scales_of(params[0]) if "_e4m3_" in source.name else {}
                 params = params["prefill"]
+            if source.name.startswith("combine_fp") or "_parts" in source.name and source.file == "prefill_fp.cu":
+                params = part_of(source.name, params.view(structs.PART_PARAMS))
             params = params.view(STRUCTS.get(source.file, structs.PREFILL_PARAMS))
             for hook in self.before:
                 hook(params)
@@ -165,9 +167,31 @@ class Gpu:
             now = self.current()
             on = now.stream if stream is None else stream.ptr
             self.launches.append(SimpleNamespace(name=source.name, grid=grid[0], device=now.device, stream=on, params=p, ordinal=ordinal))
-            compute(source.name, p, scales)
+            if not (source.file == "prefill_fp.cu" and "_parts" in source.name):
+                compute(source.name, p, scales)
 
         return run
+
+
+def part_of(name: str, params: np.ndarray) -> np.ndarray:
+    """The parameters for `compute`; the first of two launches writes to the workspace, and the second finds that there."""
+    prefill, p = params["prefill"].copy(), params[0]
+    rows = int(p["parts"]) * int(np.prod([prefill[0][x] for x in ("batch", "q_rows", "heads_q")]))
+    state = memory(p["part_state"], np.float64, (rows, 2), (2, 1))
+    assert p["part_out"] % 16 == p["part_state"] % 16 == 0 and p["part_out"] != p["part_state"]
+    if not name.startswith("combine_fp"):
+        state[...] = float(prefill[0]["q"])
+        return prefill
+    assert (state == float(prefill[0]["q"])).all(), "another call has the same workspace"
+    state[...] = np.nan
+    if p["queries"] == 1:  # rows are query heads, of which the oracle has to know
+        r = prefill[0]
+        group, heads = int(r["q_rows"]), int(r["heads_kv"])
+        for x in ("q_stride", "out_stride", "lse_stride") if group > 1 else ():
+            assert r[x][2] == group * r[x][1] or heads == 1
+            r[x][2] = r[x][1]
+        r["heads_q"], r["q_rows"] = heads * group, 1
+    return prefill
 
 
 STRUCTS = {"kv_append.cu": cuda_append.PARAMS, "merge_states.cu": cuda_merge.PARAMS, "page_copy.cu": cuda_pages.PARAMS}
@@ -324,7 +348,7 @@ def row_of_page(p: np.ndarray, name: str, at: tuple, item: int, shape: tuple[int
 
 
 def compute(name: str, p: np.ndarray, scales: dict[str, Any]) -> None:
-    """What an instance of prefill_fa2 or decode writes, by the oracle; with ``scales``, keys and values are of e4m3."""
+    """What an instance of prefill_fa2, combine_fp or decode writes, by the oracle; with ``scales``, keys and values are of e4m3."""
     if name.startswith("clear_rows"):
         clear(name, p)
         return
@@ -338,7 +362,8 @@ def compute(name: str, p: np.ndarray, scales: dict[str, Any]) -> None:
     if name == "page_copy_kv":
         copy_pages(p)
         return
-    dtype = ml_dtypes.bfloat16 if "_bf16_" in name else np.float16
+    dtype = np.dtype(next(dtype for short, dtype in TYPES.items() if f"_{short}_" in f"{name}_"))
+    real = np.float64 if dtype == np.float64 else np.float32
     b, hq, hk, rows, keys = (int(p[x]) for x in ("batch", "heads_q", "heads_kv", "q_rows", "k_rows"))
     d, dv = int(p["head_dim"]), int(p["head_dim_v"])
     packed = 1 if p["cu_seqlens_q"] else 0  # arrays without a batch axis
@@ -369,7 +394,7 @@ def compute(name: str, p: np.ndarray, scales: dict[str, Any]) -> None:
         assert (np.diff(cu[0]) <= p["m_tiles"] * p["tile_rows"]).all(), "the fake computes whole sequences"
     out[written] = result[written]
     if p["lse"]:
-        target = memory(p["lse"], np.float32, (b, hq, rows)[packed:], [p["lse_stride"][n] for n in (0, 2, 1)[packed:]])
+        target = memory(p["lse"], real, (b, hq, rows)[packed:], [p["lse_stride"][n] for n in (0, 2, 1)[packed:]])
         target[(..., written) if packed else ...] = lse[(..., written) if packed else ...]
 
 

@@ -69,8 +69,11 @@ def _sources(kind: Kind, info: device.DeviceInfo) -> list[jit.Source]:
         softcap=2.0 if kind.softcap else None, **{"hidden": False, **flat, **pages},
     )
     found = []
-    for queries in (2,) if kind.itemsize == 2 else (1, 2, tiles_fp.FEW_ROWS + 1):
-        problem = emulated(build(dataclasses.replace(e, sq=queries)))
+    few, many = tiles_fp.FEW_ROWS, {"sk": 1000, "kv_lengths": (1000,) if kind.paged else None}  # in float32 and float64 keys may be split
+    if window is not None:
+        many["window"] = tuple(900 if side > 0 else side for side in window)
+    for sizes in ({},) if kind.itemsize == 2 else ({"sq": 1}, {"sq": 1, "ratio": few + 1}, {}, {"sq": few + 1}, {"sq": few + 1, **many}):
+        problem = emulated(build(dataclasses.replace(e, **sizes)))
         chosen = cuda.instance(problem, info, kind.kernel)
         assert chosen is not None
         found.append(chosen.source)

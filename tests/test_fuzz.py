@@ -16,6 +16,7 @@ from cuflash import problem as problems
 from cuflash.arrays import view
 from cuflash.backends import cuda
 from emulator import emulate
+from fuzz_forward import sources
 from hypothesis import HealthCheck, given, settings
 
 import devices
@@ -68,7 +69,7 @@ def test_problems_on_the_emulator(tmp_path: Path) -> None:
 
 
 def test_examples_are_of_their_kind() -> None:
-    """The kernel that is compiled depends on the kind alone, so that no problem needs one that was not foreseen."""
+    """Few kernels for a kind, so that no problem needs one that was not foreseen."""
     names: dict[Kind, set[str]] = {}
 
     @settings(few, max_examples=300)
@@ -82,7 +83,9 @@ def test_examples_are_of_their_kind() -> None:
             names.setdefault(e.kind, set()).add(cuda.instance(problem, H200, e.kernel).name)
 
     collect()
-    assert len(names) > 30 and all(len(found) == 1 for found in names.values())
+    assert len(names) > 30
+    for kind, found in names.items():
+        assert found <= {source.name for source in sources([kind], H200)}, kind
 
 
 @pytest.mark.parametrize("how", [*fuzz.ANY_STRIDES])

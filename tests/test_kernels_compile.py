@@ -9,7 +9,7 @@ import re
 
 import pytest
 from cuflash import jit
-from cuflash.backends import cuda, cuda_append, cuda_decode, cuda_fa1, cuda_fp, cuda_merge, cuda_pages
+from cuflash.backends import cuda, cuda_append, cuda_decode, cuda_fa1, cuda_fp, cuda_merge, cuda_pages, cuda_parts
 
 pytestmark = pytest.mark.skipif(jit.why_unusable() is not None, reason=f"kernels cannot be compiled here: {jit.why_unusable()}")
 
@@ -48,7 +48,7 @@ def compile_all(arch: str, instances: list[cuda.AnyInstance]) -> None:
 
 def every(arch: str) -> list[cuda.AnyInstance]:
     info = cuda.representative(arch)
-    return [*cuda.common(arch), *cuda_fp.common(info), *cuda_fa1.common(info), *cuda_decode.common(info)]
+    return [*cuda.common(arch), *cuda_fp.common(info), *cuda_parts.common(info), *cuda_fa1.common(info), *cuda_decode.common(info)]
 
 
 @pytest.mark.slow
@@ -83,7 +83,8 @@ def test_instances_of_decode_for_every_other_gpu(arch):
 @pytest.mark.parametrize("arch", ONE_EACH)
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_one_instance_in_float32_and_float64_for_every_other_gpu(arch, dtype):
-    check(arch, next(i for i in cuda_fp.common(cuda.representative(arch)) if i.d == 128 and i.dtype == dtype))
+    for module in (cuda_fp, cuda_parts):
+        check(arch, next(i for i in module.common(cuda.representative(arch)) if i.d == 128 and i.dtype == dtype))
 
 
 @pytest.mark.parametrize("arch", [*WHOLE, *ONE_EACH])
@@ -98,10 +99,11 @@ def test_the_kernels_that_append_copy_and_merge(arch):
 
 
 @pytest.mark.parametrize("arch", [*WHOLE, *ONE_EACH])
-def test_the_second_kernel_of_decode(arch):
+def test_the_second_kernel_of_a_split(arch):
     sources = {i.combine_source for i in cuda_decode.common(cuda.representative(arch)) if not i.merges}
     assert sources and sources <= set(cuda.instances(arch))
-    for source in sorted(sources, key=lambda source: source.name)[:: 1 if arch in WHOLE else 4]:
+    exact = [cuda_parts.combine_source(dtype, dtype) for dtype in ("float32", "float64")]
+    for source in (*exact, *sorted(sources, key=lambda source: source.name)[:: 1 if arch in WHOLE else 4]):
         text = jit.compile_cubin(source, arch)[1]
         assert re.search("0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads", text) and "warning" not in text.lower(), text
 

@@ -8,7 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 from case import F16, F32, F64
-from cuflash import device, tiles, tiles_fp
+from warm_calls import choices, gpu, nothing_kept, same, there, wrong_in_threads  # noqa: F401  fixtures among them
+
+import cuflash
+from cuflash import device, tiles, tiles_fp, warm, warm_decode
 from cuflash.backends import cuda, cuda_decode, cuda_fp, cuda_parts
 from cuflash.problem import build_attention, build_varlen
 from cuflash.types import Plan, Problem
@@ -119,3 +122,46 @@ def test_names_are_distinct():
     assert len(set(names)) == len(names)
     assert any(re.fullmatch(r"prefill_fp_fp32_tf32x3_d128_m16n\d+w1s\d_parts", name) for name in names)
     assert {i.source for i in instances} <= set(cuda.instances("sm_90a"))
+
+
+# ---- launches, on GPUs that are not there
+
+
+def arrays_of(seed: int, dtype: Any, queries: int = 1) -> list[np.ndarray]:
+    rng = np.random.default_rng(seed)
+    return [rng.standard_normal((2, n, h, 16)).astype(dtype) for n, h in ((queries, 4), (40, 2), (40, 2))]
+
+
+@pytest.mark.parametrize("dtype", [F32, F64], ids=str)
+@pytest.mark.parametrize("queries", [1, 3])
+def test_two_launches_cold_and_warm(gpu, choices, dtype, queries):
+    """Of attention(), of decode() with lengths of either place, and of a plan."""
+    made = cuflash.plan(*map(there, arrays_of(0, dtype, queries)), causal=True)
+    for turn, lengths in enumerate(([40, 3], [7, 0], [1, 40])):
+        q, k, v = arrays_of(turn, dtype, queries)
+        on_gpu, options = [there(a) for a in (q, k, v)], {"causal": True, "return_lse": True}
+        whole = cuflash.attention(q, k, v, backend="reference", **options)
+        same(cuflash.attention(*on_gpu, **options), whole)
+        same(made.run(*on_gpu), whole[0])
+        want = cuflash.decode(q, k, v, lengths, backend="reference", **options)
+        same(cuflash.decode(*on_gpu, there(np.array(lengths, np.int32)), **options), want)
+        same(cuflash.decode(*on_gpu, lengths, **options), want)
+    names = [x.name.split("_")[0] for x in gpu.launches]
+    assert names == ["prefill", "combine"] * (len(names) // 2) and len(names) == 24
+    assert len(choices) == 4 and len(warm.launches) == 1 and len(warm_decode.launches) == 2 and gpu.waited == 0
+
+
+def test_threads_have_workspaces_of_their_own(gpu):
+    calls = [arrays_of(seed, F32) for seed in range(4)]
+    wants = [cuflash.attention(*arrays, backend="reference") for arrays in calls]
+    there_already = [[there(a) for a in arrays] for arrays in calls]
+    assert not wrong_in_threads(gpu, wants, lambda n: cuflash.attention(*there_already[n]))
+
+
+def test_a_capture_has_a_workspace_of_its_own(gpu):
+    arrays = arrays_of(1, F32)
+    on_gpu = [there(a) for a in arrays]
+    cuflash.attention(*on_gpu)
+    gpu.capturing = True
+    same(cuflash.attention(*on_gpu), cuflash.attention(*arrays, backend="reference"))
+    assert len(gpu.freed) == 1 and not gpu.allocated

@@ -231,21 +231,14 @@ def launches(plan: Plan, problem: Problem) -> tuple[Instance, Split, list[launch
     return ready, how, todo
 
 
-@contextlib.contextmanager
-def _memory(problem: Problem, how: Split) -> Iterator[tuple[int, int]]:
-    """Addresses of the two pieces of the workspace."""
-    first, second = workspace(problem, how)
-    with launch.scratch((first + second,), np.dtype(np.uint8), problem.q.device) as memory:
-        yield memory.pointer, memory.pointer + first
-
-
 def run(plan: Plan, problem: Problem, pointers: Callable[[Problem], AbstractContextManager[dict[str, int]]]) -> None:
     """Write problem.out, and problem.lse unless it is None; ``pointers`` brings the small arrays to the device."""
     ready, how, todo = launches(plan, problem)
     if not todo:
         return
-    with pointers(problem) as known, _memory(problem, how) as memory:
-        params = pack(problem, ready, how, known, memory)
+    outs, states = workspace(problem, how)
+    with pointers(problem) as known, launch.workspace(outs + states, problem.q.device) as memory:
+        params = pack(problem, ready, how, known, (memory, memory + outs))
         for step in todo:
             launch.launch(*step, params, launch.stream_pointer(None))
 
@@ -255,13 +248,14 @@ def prepare(plan: Plan, problem: Problem) -> launch.Prepared | None:
     ready, how, todo = launches(plan, problem)
     if not todo:
         return None
+    (outs, states), device = workspace(problem, how), problem.q.device
     offset = structs.PART_PARAMS.fields["part_out"][1]  # type: ignore[index]
     write = struct.Struct("=2Q").pack_into
 
     @contextlib.contextmanager
     def fill(params: bytearray) -> Iterator[None]:
-        with _memory(problem, how) as memory:
-            write(params, offset, *memory)
+        with launch.workspace(outs + states, device) as memory:
+            write(params, offset, memory, memory + outs)
             yield
 
     count = 5 + len(structs.index_addresses(problem))
