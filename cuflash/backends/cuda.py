@@ -16,15 +16,14 @@ from ..tiles import Tile
 from ..types import HOST, INDICES, UNBOUNDED, ArrayView, Plan, Problem, name_of
 from . import cuda_append, cuda_decode, cuda_fa1, cuda_fp, cuda_merge, cuda_pages, cuda_parts, naive_cuda, packed
 from .cuda_instance import (
-    CUDA_TYPES, MASK_ARRAY, MASK_LEFT, MASK_LENGTH, MASK_RIGHT, SCORE_ALIBI, SCORE_BIAS, SCORE_BIAS32, SCORE_PLAIN, SCORE_SCALED,
-    SCORE_SOFTCAP, SHORT_TYPES, PrefillInstance,
+    CUDA_TYPES, LARGEST_GRID, MASK_ARRAY, MASK_LEFT, MASK_LENGTH, MASK_RIGHT, SCORE_ALIBI, SCORE_BIAS, SCORE_BIAS32, SCORE_PLAIN,
+    SCORE_SCALED, SCORE_SOFTCAP, SHORT_TYPES, PrefillInstance,
 )
 
 NAME = "cuda"
 KERNELS = ("fa2", "fa1", "decode", "naive")
 
 TYPES = ("float16", "bfloat16")  # of prefill_fa2 and prefill_fa1
-LARGEST_GRID = 2**31 - 1
 CLEAR_ROWS = 128  # of a block of clear_rows.cu
 TAKES_E4M3 = ("decode",)
 TAKES_DEVICE_INDICES = ("fa2", "decode")  # kernels that read lengths and cu_seqlens where they are

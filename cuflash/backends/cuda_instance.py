@@ -12,6 +12,7 @@ MASK_LENGTH, MASK_RIGHT, MASK_LEFT, MASK_ARRAY = 0, 1, 2, 4  # as in mask.cuh
 SCORE_PLAIN, SCORE_SCALED, SCORE_SOFTCAP, SCORE_ALIBI, SCORE_BIAS, SCORE_BIAS32 = 0, 1, 2, 4, 8, 16  # as in score.cuh
 SHORT_TYPES = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "float64": "fp64"}
 CUDA_TYPES = {"float16": "Fp16", "bfloat16": "Bf16", "float32": "float", "float64": "double"}
+LARGEST_GRID = 2**31 - 1  # blocks
 ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 
 

@@ -20,9 +20,8 @@ from .. import jit, launch, structs, tiles, tiles_fp
 from ..device import DeviceInfo
 from ..types import UNBOUNDED, ArrayView, Plan, Problem, name_of
 from . import cuda_decode, cuda_fp
-from .cuda_instance import CUDA_TYPES, ITEMSIZE, MASK_ARRAY, MASK_RIGHT, SHORT_TYPES
+from .cuda_instance import CUDA_TYPES, ITEMSIZE, LARGEST_GRID, MASK_ARRAY, MASK_RIGHT, SHORT_TYPES
 
-LARGEST_GRID = 2**31 - 1
 MOST_PARTS = 128  # of a sequence, unless num_splits says so
 LEAST_TILES = 4  # of keys, of a part
 # What decides on the number of parts, in the time that a warp takes for a tile of keys: what a block, and what a part more, cost beside
@@ -107,7 +106,7 @@ def _idles(problem: Problem, chosen: cuda_fp.Instance, info: DeviceInfo) -> bool
 
 def why_whole(problem: Problem, chosen: cuda_fp.Instance, info: DeviceInfo) -> str:
     """In words, why keys are not split though that would help; "" if it would not."""
-    if not _idles(problem, chosen, info):
+    if problem.num_splits is not None or not _idles(problem, chosen, info):
         return ""
     if problem.varlen:
         return "; keys of packed sequences are not split"
