@@ -46,8 +46,9 @@ template <bool GROUPED> struct KeyOrder {
 };
 
 // Copies tiles of rows of one (batch, head) into shared memory; what lies outside the array becomes 0.
-// LOAD: bytes of one copy. 16, 8, 4: columns are contiguous, addresses and the head size are multiples of it. 2: any strides.
-template <class Tile, int THREADS, int LOAD, bool GROUPED = false> struct TileLoader {
+// LOAD: bytes of one copy. 16, 8, 4: columns are contiguous, addresses and the head size are multiples of it. 2: any strides. ONCE: no
+// other block reads them.
+template <class Tile, int THREADS, int LOAD, bool GROUPED = false, bool ONCE = false> struct TileLoader {
     using Order = KeyOrder<GROUPED>;
     static constexpr int PASS = THREADS / Tile::CHUNKS;  // rows that the threads cover at a time
     static constexpr int PASSES = (Tile::ROWS + PASS - 1) / PASS;
@@ -142,8 +143,8 @@ template <class Tile, int THREADS, int LOAD, bool GROUPED = false> struct TileLo
             const u32 to = dst + block * Tile::BLOCK_BYTES;
             if constexpr (LOAD == 16) {
                 // Only the last block can be part padding: the head-size classes of tiles.py see to that.
-                if (WHOLE && block + 1 < Tile::BLOCKS) copy_16(to, src + block * Tile::BLOCK);
-                else copy_or_zero<16>(to, src + block * Tile::BLOCK, row_here && column < columns);
+                if (WHOLE && block + 1 < Tile::BLOCKS) copy_16<ONCE>(to, src + block * Tile::BLOCK);
+                else copy_or_zero<16, ONCE>(to, src + block * Tile::BLOCK, row_here && column < columns);
             } else if constexpr (LOAD > 2) {
 #pragma unroll
                 for (int i = 0; i < 8; i += LOAD / 2)

@@ -22,8 +22,8 @@ template <int PASS, int PASSES> struct PageRows {
 // LOAD as in TileLoader. BAD: what the numbers of a key become whose page does not exist, as bits of two: NaN for keys, so that the rows
 // that see it become NaN, and 0 for values, so that others do not.
 template <class Tile, int THREADS, int LOAD, bool GROUPED, u32 BAD>
-struct PagedTileLoader : TileLoader<Tile, THREADS, LOAD, GROUPED> {
-    using Base = TileLoader<Tile, THREADS, LOAD, GROUPED>;
+struct PagedTileLoader : TileLoader<Tile, THREADS, LOAD, GROUPED, true> {
+    using Base = TileLoader<Tile, THREADS, LOAD, GROUPED, true>;
     using Base::PASS, Base::PASSES;
     using Pages = PageRows<PASS, PASSES>;
 
@@ -74,8 +74,8 @@ template <class C, class Tile, u32 BAD, bool PAGED = C::PAGED> struct KvLoader :
     using PagedTileLoader<Tile, C::THREADS, C::LOAD, C::HIDES, BAD>::PagedTileLoader;
 };
 
-template <class C, class Tile, u32 BAD> struct KvLoader<C, Tile, BAD, false> : TileLoader<Tile, C::THREADS, C::LOAD, C::HIDES> {
-    using Base = TileLoader<Tile, C::THREADS, C::LOAD, C::HIDES>;
+template <class C, class Tile, u32 BAD> struct KvLoader<C, Tile, BAD, false> : TileLoader<Tile, C::THREADS, C::LOAD, C::HIDES, true> {
+    using Base = TileLoader<Tile, C::THREADS, C::LOAD, C::HIDES, true>;
     using Pages = NoPages;
 
     __device__ __forceinline__ KvLoader(const PrefillParams&, const void* base, const Strides& s, int batch, int head_kv, int columns)

@@ -25,11 +25,17 @@ template <int THREADS, int NUMBER = 0> __device__ __forceinline__ void block_bar
 
 // ---- copies from global to shared memory: asynchronous from sm_80 on ----------------------------------------------------
 
-// BYTES (4, 8 or 16) bytes, or as many zeros where `keep` is false; then nothing is read.
-template <int BYTES> __device__ __forceinline__ void copy_or_zero(u32 dst_smem, const void* src_gmem, bool keep) {
+// To the L2 cache: what nobody else will read is the first to leave (EVICT_FIRST, as createpolicy encodes it from sm_90 on).
+constexpr u64 READ_ONCE = 0x12f0000000000000ull;
+
+// BYTES (4, 8 or 16) bytes, or as many zeros where `keep` is false; then nothing is read. ONCE: they are read once, if they are 16.
+template <int BYTES, bool ONCE = false> __device__ __forceinline__ void copy_or_zero(u32 dst_smem, const void* src_gmem, bool keep) {
 #if CUFLASH_ARCH >= 800
     const int bytes = keep ? BYTES : 0;
-    if constexpr (BYTES == 16)
+    if constexpr (BYTES == 16 && ONCE && CUFLASH_ARCH >= 900)
+        asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;"
+                     ::"r"(dst_smem), "l"(src_gmem), "r"(bytes), "l"(READ_ONCE) : "memory");
+    else if constexpr (BYTES == 16)
         asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(dst_smem), "l"(src_gmem), "r"(bytes) : "memory");
     else
         asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(dst_smem), "l"(src_gmem), "n"(BYTES), "r"(bytes) : "memory");
@@ -52,9 +58,13 @@ template <int BYTES> __device__ __forceinline__ void copy_or_zero(u32 dst_smem, 
 #endif
 }
 
-__device__ __forceinline__ void copy_16(u32 dst_smem, const void* src_gmem) {
+template <bool ONCE = false> __device__ __forceinline__ void copy_16(u32 dst_smem, const void* src_gmem) {
 #if CUFLASH_ARCH >= 800
-    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(dst_smem), "l"(src_gmem) : "memory");
+    if constexpr (ONCE && CUFLASH_ARCH >= 900)
+        asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;"
+                     ::"r"(dst_smem), "l"(src_gmem), "l"(READ_ONCE) : "memory");
+    else
+        asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(dst_smem), "l"(src_gmem) : "memory");
 #else
     copy_or_zero<16>(dst_smem, src_gmem, true);
 #endif

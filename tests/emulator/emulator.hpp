@@ -125,6 +125,12 @@ void rcp_approx_ftz_f32(float& d, float a);
 void cp_async_cg_shared_global(b32 to, const void* from, int bytes, int read);
 void cp_async_ca_shared_global(b32 to, const void* from, int bytes, int read);
 void cp_async_cg_shared_global_L2_128B(b32 to, const void* from, int bytes);
+inline void cp_async_cg_shared_global_L2_cache_hint(b32 to, const void* from, int bytes, unsigned long long) {
+    cp_async_cg_shared_global_L2_128B(to, from, bytes);
+}
+inline void cp_async_cg_shared_global_L2_cache_hint(b32 to, const void* from, int bytes, int read, unsigned long long) {
+    cp_async_cg_shared_global(to, from, bytes, read);
+}
 void barrier_sync(int barrier, int count);
 void bar_sync(int barrier, int count);
 void cp_async_commit_group();
