@@ -43,6 +43,7 @@ struct Deal {
     __device__ __forceinline__ int begin(int run) const { return int(each * u32(run) + min(u32(run), rest)); }
 
     __device__ __forceinline__ int owner(int unit) const {
+        if (unit >= begin(runs - 1)) return runs - 1;
         const u32 large = (each + 1) * rest;
         const bool in_large = u32(unit) < large;
         return int((in_large ? 0 : rest) + quotient(in_large ? unit : unit - large, in_large ? each + 1 : each));
