@@ -6,6 +6,7 @@
 template <class Out_, int DV_, int M_, int N_, int MASK_, int THREADS_, int ROWS_> struct Combine {
     using Out = Out_;
     static constexpr int DV = DV_, M = M_, N = N_, MASK = MASK_, THREADS = THREADS_, WORKERS = THREADS_, ROWS = ROWS_;
+    static constexpr int PARTS_AT_ONCE = 4;  // few registers let many blocks work at a time
 };
 
 template <class C> __device__ __forceinline__ void combine(const DecodeParams& p) {

@@ -62,10 +62,10 @@ __device__ __forceinline__ void write_result(const DecodeParams& p, const Packed
 }
 
 // Merge the parts of some rows of a block, in the order of the parts, and write the results. A warp has a row at a time, of which a lane
-// loads four columns of each part, all on their way together; and of one part the state, whose factor it lets the others know.
+// loads four columns of each part, C::PARTS_AT_ONCE on their way together; and of one part the state, whose factor it lets the others know.
 template <class C>
 __device__ __forceinline__ void merge_parts(const DecodeParams& p, const PackedRows& rows, const Parts& parts, int first_row, int end_row) {
-    constexpr int BATCH = C::DV > 128 ? 8 : 16;  // within the registers
+    constexpr int BATCH = 16, AT_ONCE = C::PARTS_AT_ONCE;
     const int lane = thread_index() % 32;
     end_row = min(end_row, p.rows - rows.first);
 #pragma unroll 1
@@ -80,13 +80,16 @@ __device__ __forceinline__ void merge_parts(const DecodeParams& p, const PackedR
                 const int own = first + lane % BATCH;
                 float2 state = {Fast32::LOWEST, 0.0f};
                 if (own < parts.count) state = load_gmem_l2(state_gmem + i64(parts.slot(own)) * C::M);
-                float4 x[BATCH];
+                float4 x[AT_ONCE];
+                const auto load = [&](int some) {
 #pragma unroll
-                for (int n = 0; n < BATCH; ++n) {  // what is no part adds nothing: a branch would keep the loads apart
-                    x[n] = {0.0f, 0.0f, 0.0f, 0.0f};
-                    if (first + n < parts.count && column < C::DV)
-                        x[n] = load_gmem_l2(x_gmem + i64(parts.slot(first + n)) * (C::M * C::DV / 4));
-                }
+                    for (int n = 0; n < AT_ONCE; ++n) {  // what is no part adds nothing: a branch would keep the loads apart
+                        const int part = first + some + n;
+                        x[n] = {0.0f, 0.0f, 0.0f, 0.0f};
+                        if (part < parts.count && column < C::DV) x[n] = load_gmem_l2(x_gmem + i64(parts.slot(part)) * (C::M * C::DV / 4));
+                    }
+                };
+                load(0);
                 float raised = fmaxf(a.reference, state.x);
 #pragma unroll
                 for (int lanes = 1; lanes < BATCH; lanes *= 2) raised = fmaxf(raised, __shfl_xor_sync(0xffffffffu, raised, lanes));
@@ -96,8 +99,13 @@ __device__ __forceinline__ void merge_parts(const DecodeParams& p, const PackedR
 #pragma unroll
                 for (int lanes = 1; lanes < BATCH; lanes *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, lanes);
                 a.sum += sum;
+#pragma unroll 1
+                for (int some = 0; true; load(some)) {
 #pragma unroll
-                for (int n = 0; n < BATCH; ++n) a.add(x[n], __shfl_sync(0xffffffffu, factor, n));
+                    for (int n = 0; n < AT_ONCE; ++n) a.add(x[n], __shfl_sync(0xffffffffu, factor, some + n));
+                    some += AT_ONCE;
+                    if (some >= min(BATCH, parts.count - first)) break;
+                }
             }
             if (column < C::DV) write_result<C>(p, rows, row, column, a);
         }
