@@ -28,6 +28,15 @@ template <int MASK, int N> struct Extent {
         position = seq.position, kv_length = seq.kv_length;
         units = p.most_units == 0 ? tiles : min(p.most_units, int(u32(tiles + p.unit_tiles - 1) / u32(p.unit_tiles)));
     }
+
+    // That of another lane of the warp; all lanes ask.
+    __device__ __forceinline__ Extent of_lane(int lane) const {
+        const auto of = [lane](int x) { return int(__shfl_sync(0xffffffffu, u32(x), lane)); };
+        Extent e(*this);
+        e.range = {of(range.begin), of(range.end)}, e.first = of(first), e.tiles = of(tiles), e.units = of(units);
+        e.position = of(position), e.kv_length = of(kv_length);
+        return e;
+    }
 };
 
 struct Deal {
@@ -53,16 +62,19 @@ struct Deal {
 // Units of all sequences together, those before a sequence, and which sequence has a unit. For a whole warp, whose lanes agree.
 template <int MASK, int N> struct UnitIndex {
     const DecodeParams& p;
-    bool uniform;            // sequences are alike
-    Extent<MASK, N> of_all;  // if they are
-    int own;                 // units of sequence `lane`, or of all that are alike
+    bool uniform;         // sequences are alike
+    Extent<MASK, N> one;  // of sequence `lane`, or of all that are alike
+    int own;              // its units; 0 if there is no such sequence
 
     __device__ __forceinline__ UnitIndex(const DecodeParams& p)
-        : p(p), uniform(!p.kv_lengths && !p.kv_start), of_all(p, uniform ? 0 : min(int(threadIdx.x % 32), p.batch - 1)) {
-        own = uniform || int(threadIdx.x % 32) < p.batch ? of_all.units : 0;
+        : p(p), uniform(p.batch == 1 || (!p.kv_lengths && !p.kv_start)), one(p, uniform ? 0 : min(int(threadIdx.x % 32), p.batch - 1)) {
+        own = uniform || int(threadIdx.x % 32) < p.batch ? one.units : 0;
     }
 
-    __device__ __forceinline__ Extent<MASK, N> extent(int batch) const { return uniform ? of_all : Extent<MASK, N>(p, batch); }
+    __device__ __forceinline__ Extent<MASK, N> extent(int batch) const {
+        if (uniform) return one;
+        return batch < 32 ? one.of_lane(batch) : Extent<MASK, N>(p, batch);
+    }
 
     __device__ __forceinline__ int units(int batch) const { return batch < p.batch ? Extent<MASK, N>(p, batch).units : 0; }
 
