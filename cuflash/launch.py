@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import struct
 import sys
@@ -11,6 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from . import device, driver
 from .types import HOST, ArrayView
 
 
@@ -63,6 +65,13 @@ def stream_pointer(stream: Any) -> int:
         protocol = stream.__cuda_stream__
         return int((protocol() if callable(protocol) else protocol)[1])
     return int(getattr(stream, "cuda_stream", stream))  # PyTorch's streams have the protocol from 2.10 on
+
+
+def stream_getter() -> Callable[[], Any]:
+    """The function that gives CuPy's current stream, an object with ``ptr``."""
+    import cupy
+
+    return cupy.cuda.get_current_stream
 
 
 def allocator() -> Callable[[int], Any]:
@@ -147,11 +156,37 @@ def workspace(size: int, device: int) -> Iterator[int]:
         yield pooled.ptr
 
 
-def launch(function: Any, grid: int, threads: int, shared_memory: int, params: np.ndarray, stream: int) -> None:
-    """Launch a one-dimensional grid whose only argument is a parameter struct, a structured array of one element."""
-    if grid == 0:  # CuPy would launch one block
+class Step(NamedTuple):
+    """A kernel and the one-dimensional grid that it is launched with."""
+
+    function: Any
+    grid: int  # blocks
+    threads: int
+    shared_memory: int = 0
+    early: bool = False  # it waits by itself for the kernel before it, see driver.py
+
+
+def launch(step: Step, params: np.ndarray, stream: int) -> None:
+    """Launch a kernel whose only argument is a parameter struct, a structured array of one element.
+
+    Early only in a stream capture, which is for good: for one call it takes the host longer.
+    """
+    if step.grid == 0:  # CuPy would launch one block
         return
-    function((grid, 1, 1), (threads, 1, 1), (opaque(params),), shared_memory, StreamPointer(stream))
+    if step.early and is_capturing():
+        early(step, params.ctypes.data)(stream)
+    else:
+        step.function((step.grid, 1, 1), (step.threads, 1, 1), (opaque(params),), step.shared_memory, StreamPointer(stream))
+
+
+def early(step: Step, argument: int) -> driver.EarlyLaunch:
+    """The launch with the parameter struct at an address."""
+    return driver.EarlyLaunch(step.function.ptr, step.grid, step.threads, step.shared_memory, argument)
+
+
+def launches_early(ordinal: int) -> bool:
+    """Whether kernels on this device may begin before the one before them on the stream has ended."""
+    return device.actual(ordinal).cc >= (9, 0) and driver.launches_early()
 
 
 def opaque(params: np.ndarray) -> np.ndarray:
@@ -163,15 +198,6 @@ def by_value(params: np.ndarray) -> Any:
     """The struct as what CuPy makes of it at a launch, so that many launches need it once: it takes 1.8 us."""
     made = getattr(sys.modules.get("cupy.cuda.function"), "CNumpyArray", None)
     return params if made is None else made(params)
-
-
-class Step(NamedTuple):
-    """A kernel and the one-dimensional grid that it is launched with."""
-
-    function: Any
-    grid: int  # blocks, at least 1
-    threads: int
-    shared_memory: int = 0
 
 
 _TWO_ADDRESSES = struct.Struct("=2Q")
@@ -186,7 +212,7 @@ class Prepared:
     come from two threads or one interrupts the other. CUDA has copied the struct when the launch returns.
     """
 
-    __slots__ = ("_before", "_fill", "_free", "_last", "_params", "_scales_at", "_write")
+    __slots__ = ("_fill", "_free", "_params", "_scales_at", "_steps", "_stream", "_write")
 
     def __init__(
         self, steps: Sequence[Step], params: np.ndarray, addresses: int,
@@ -194,10 +220,10 @@ class Prepared:
     ):
         self._fill = fill  # puts in what is allocated for each call; it is there inside
         self._scales_at = scales_at
-        *self._before, self._last = ((s.function, (s.grid, 1, 1), (s.threads, 1, 1), s.shared_memory) for s in steps)
+        self._steps, self._stream = steps, stream_getter() if any(step.early for step in steps) else None
         self._params = params.tobytes()
         self._write = struct.Struct(f"={addresses}Q").pack_into
-        self._free: list[tuple[bytearray, tuple[Any]]] = []
+        self._free: list[tuple[bytearray, list[Callable[[], None]]]] = []
 
     def __call__(self, *addresses: int) -> None:
         """Launch on CuPy's current device and stream."""
@@ -205,20 +231,24 @@ class Prepared:
             mine = self._free.pop()
         except IndexError:
             memory = bytearray(self._params)
-            mine = memory, (by_value(np.frombuffer(memory, f"V{len(memory)}")),)  # see `opaque`
+            mine = memory, [self._launch(step, memory) for step in self._steps]
         if self._scales_at is not None:
             _TWO_ADDRESSES.pack_into(mine[0], self._scales_at, *addresses[-2:])
             addresses = addresses[:-2]
         self._write(mine[0], 0, *addresses)
         if self._fill is None:
-            self._launch(mine[1])
+            for go in mine[1]:
+                go()
         else:
             with self._fill(mine[0]):
-                self._launch(mine[1])
+                for go in mine[1]:
+                    go()
         self._free.append(mine)
 
-    def _launch(self, arguments: tuple[Any]) -> None:
-        for function, grid, block, shared_memory in self._before:
-            function(grid, block, arguments, shared_memory)
-        function, grid, block, shared_memory = self._last
-        function(grid, block, arguments, shared_memory)
+    def _launch(self, step: Step, memory: bytearray) -> Callable[[], None]:
+        """The launch of a kernel with the struct in a memory."""
+        struct = np.frombuffer(memory, f"V{len(memory)}")  # see `opaque`
+        if not step.early:
+            return functools.partial(step.function, (step.grid, 1, 1), (step.threads, 1, 1), (by_value(struct),), step.shared_memory)
+        go, stream = early(step, struct.ctypes.data), self._stream
+        return lambda: go(stream().ptr)  # type: ignore[misc]

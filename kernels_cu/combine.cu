@@ -1,5 +1,6 @@
 // The second kernel of a split: merges the parts that decode.cu left, where its last blocks do not. One block for ROWS rows of a
 // (sequence, head).
+#include "include/early.cuh"
 #include "include/parts.cuh"
 
 // What an instance fixes: as of decode.cu's, whose parts it merges.
@@ -10,6 +11,8 @@ template <class Out_, int DV_, int M_, int N_, int MASK_, int THREADS_, int ROWS
 };
 
 template <class C> __device__ __forceinline__ void combine(const DecodeParams& p) {
+    let_next_kernel_begin();
+    wait_for_kernel_before();
     const int heads = p.heads_kv * p.row_blocks, passes = p.passes;
     const u32 pair = block_index() / (C::M / C::ROWS);
     const int first_row = int(block_index() % (C::M / C::ROWS)) * C::ROWS;

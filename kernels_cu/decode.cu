@@ -8,6 +8,7 @@
 #include "include/decode_finish.cuh"
 #include "include/decode_load.cuh"
 #include "include/decode_wgmma.cuh"
+#include "include/early.cuh"
 
 // What an instance fixes. ROW_WARPS: they share the rows, and the others of WARPS the keys. ONE: there is one query. MERGES: the last
 // block merges the parts. LOAD: see TileLoader. WGMMA: it is warpgroups that multiply, see decode_wgmma.cuh.
@@ -72,7 +73,10 @@ struct Decode {
 
 // All warps load and work, tile by tile.
 template <class C> __device__ __forceinline__ void decode_in_step(const DecodeParams& p, u32 smem) {
+    // What follows from shapes alone is worked out while the kernel before is still busy.
+    if (C::PAGED || p.kv_lengths || p.kv_start) wait_for_kernel_before();
     Loader<C> loader(p);
+    wait_for_kernel_before();
     WarpDecode<C> warp(p);
     int ahead = 0;  // tiles that are being loaded or there
 #pragma unroll 1
@@ -98,6 +102,7 @@ template <class C> __device__ __forceinline__ void decode_in_step(const DecodePa
 
 template <class C> __device__ __forceinline__ void decode(const DecodeParams& p, unsigned char* smem_pointer) {
     const u32 smem = smem_address(smem_pointer);
-    if constexpr (C::WGMMA) decode_in_groups<C>(p, smem);
+    let_next_kernel_begin();
+    if constexpr (C::WGMMA) wait_for_kernel_before(), decode_in_groups<C>(p, smem);
     else decode_in_step<C>(p, smem);
 }

@@ -5,6 +5,7 @@
 // The grid is one row of threads: units of keys, of values, of queries, then a thread for each sequence. A unit is 16 bytes of a row, or
 // two times 16 bytes that are turned together; where strides or addresses forbid that, a number or a pair of numbers. Where the caches are
 // of e4m3 and the new keys and values are not, a warp quantizes a row, by the scale that its head has or one that it finds and writes.
+#include "include/early.cuh"
 #include "include/element.cuh"
 #include "include/params.cuh"
 
@@ -224,6 +225,8 @@ template <class T, class Kv = T> __device__ __forceinline__ void kv_append(const
     constexpr bool QUANTIZES = !same<T, Kv>;
     constexpr int N = 16 / sizeof(typename Element<T>::Raw);
     u32 at = blockIdx.x * APPEND_THREADS + threadIdx.x;
+    let_next_kernel_begin();
+    wait_for_kernel_before();
     if (at < p.k_total) {
         if constexpr (QUANTIZES)
             quantize_row<T>(

@@ -20,7 +20,7 @@ import pytest
 from numpy.lib.stride_tricks import as_strided
 
 import cuflash
-from cuflash import device, jit, launch, structs
+from cuflash import device, driver, jit, launch, structs
 from cuflash.backends import append, cuda, cuda_append, cuda_merge, cuda_pages
 from cuflash.types import INDICES
 
@@ -435,6 +435,7 @@ def pretended_gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
     monkeypatch.setattr(jit, "why_unusable", lambda: None)
     monkeypatch.setattr(jit, "function", fake.function)
     monkeypatch.setattr(launch, "by_value", lambda params: params)
+    monkeypatch.setattr(driver, "launches_early", lambda: False)
     monkeypatch.setattr(cuda, "unusable", lambda: None)
     kept = cuda_pages.append_launch, cuda_merge.merge_launch  # launches that another GPU must not find
     for launches in kept:

@@ -189,3 +189,55 @@ def test_a_warm_call_allocates_results_alone():
     for _ in range(20):
         s.decode(lengths)
     assert pool.total_bytes() == held
+
+
+@pytest.mark.parametrize("captured", [False, True], ids=["eager", "graph"])
+@pytest.mark.parametrize("keys, heads", [(8192, (32, 8)), (700, (8, 2)), (512, (128, 1))], ids=["split", "short", "combined"])
+def test_each_call_waits_for_the_one_before(keys, heads, captured):
+    """Each reads what a kernel has just written, another one's or cuflash's: queries, keys, lengths; and partial results are shared."""
+    import cupy
+
+    rng = np.random.default_rng(0)
+    (hq, hk), steps = heads, 6
+    stored = [cupy.asarray(rng.standard_normal((1, keys, hk, 128)).astype(F16)) for _ in range(2 * steps)]
+    new = [cupy.asarray(rng.standard_normal((1, 1, hk, 128)).astype(F16)) for _ in range(2 * steps)]
+    first = cupy.asarray(rng.standard_normal((1, 1, hq, 128)).astype(F16))
+    counts = [cupy.asarray([keys - 3 * n - 1], np.int32) for n in range(steps)]
+
+    def chain(between):
+        q, k, v, lengths = first.copy(), cupy.empty_like(stored[0]), cupy.empty_like(stored[0]), counts[0].copy()
+        outs = [cupy.empty_like(q) for _ in range(2 * steps)]
+
+        def run():
+            for n in range(steps):
+                cupy.add(stored[2 * n], 0, out=k), cupy.add(stored[2 * n + 1], 0, out=v), cupy.add(counts[n], 0, out=lengths)
+                between()
+                cuflash.decode(q, k, v, lengths, k_new=new[2 * n], v_new=new[2 * n + 1], out=outs[2 * n])
+                between()
+                cuflash.attention(outs[2 * n], k, v, kernel="decode", out=outs[2 * n + 1])
+                between()
+                cupy.multiply(outs[2 * n + 1], 8, out=q)
+                between()
+
+        return run, outs, q
+
+    wait = cupy.cuda.Device().synchronize
+    run, want, _ = chain(wait)
+    run()
+    run, got, q = chain(lambda: None)
+    with cupy.cuda.Stream(non_blocking=True) as stream:
+        for _ in range(2):
+            run()
+            q[...] = first
+        if captured:
+            stream.begin_capture()
+            run()
+            graph = stream.end_capture()
+            for out in got:
+                out.fill(np.nan)
+            graph.launch(stream)
+        else:
+            run()
+        stream.synchronize()
+    for n, (mine, others) in enumerate(zip(got, want, strict=True)):
+        assert bool((mine.view(np.uint16) == others.view(np.uint16)).all()), f"call {n}"

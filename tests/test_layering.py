@@ -36,7 +36,7 @@ ROOMS = (
     ("tiles_fp", "tiles_fa1", "tiles_decode"),
     ("compiled", "tiles"),
     ("reference", "alibi", "device", "host"),
-    ("modifiers",),
+    ("modifiers", "driver"),
     ("types",),
 )
 RANK = {module: rank for rank, room in enumerate(ROOMS) for module in room}

@@ -250,7 +250,7 @@ def run(plan: Plan, problem: Problem) -> None:
             packed.clear_slack(problem)
         params = _params(plan, problem, ready, pointers)
         for step in steps:
-            launch.launch(*step, params, launch.stream_pointer(None))
+            launch.launch(step, params, launch.stream_pointer(None))
 
 
 def prepare(plan: Plan, problem: Problem) -> launch.Prepared | None:

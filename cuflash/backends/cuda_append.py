@@ -117,8 +117,13 @@ def appended(problem: Problem, new: Append) -> Iterator[Problem]:
             fresh["kv_lengths"] = stack.enter_context(launch.scratch((problem.batch,), np.dtype(np.int32), place))
         threads, params = pack(problem, new, fresh.get("q"), fresh.get("kv_lengths"), pointers)
         if threads:
-            launch.launch(function, -(-threads // THREADS), THREADS, 0, params, launch.stream_pointer(None))
+            launch.launch(step(function, threads, place), params, launch.stream_pointer(None))
         yield problem.replace(**fresh) if fresh else problem
+
+
+def step(function: Any, threads: int, ordinal: int) -> launch.Step:
+    """The kernel with so many threads."""
+    return launch.Step(function, -(-threads // THREADS), THREADS, early=launch.launches_early(ordinal))
 
 
 def prepare(problem: Problem, new: Append, ready: Problem) -> launch.Prepared | None:
@@ -132,7 +137,7 @@ def prepare(problem: Problem, new: Append, ready: Problem) -> launch.Prepared | 
     if not threads:
         return None
     function = jit.function(source_for(problem, new), problem.q.device)
-    return launch.Prepared([launch.Step(function, -(-threads // THREADS), THREADS)], params, addresses=13)
+    return launch.Prepared([step(function, threads, problem.q.device)], params, addresses=13)
 
 
 def quantize(x: ArrayView, codes: ArrayView, scale: ArrayView | float) -> None:
@@ -142,7 +147,7 @@ def quantize(x: ArrayView, codes: ArrayView, scale: ArrayView | float) -> None:
         raise ValueError(f"x: {threads // ROW:,} rows; a launch has at most {MOST_THREADS // ROW:,}, pass it in parts")
     if threads:
         function = jit.function(source(name_of(x.dtype), E4M3), x.device)
-        launch.launch(function, -(-threads // THREADS), THREADS, 0, params, launch.stream_pointer(None))
+        launch.launch(step(function, threads, x.device), params, launch.stream_pointer(None))
 
 
 def pack_quantize(x: ArrayView, codes: ArrayView, scale: ArrayView | float) -> tuple[int, np.ndarray]:

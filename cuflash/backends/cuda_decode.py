@@ -17,10 +17,10 @@ from .. import jit, launch, structs, tiles, tiles_decode
 from ..device import DeviceInfo
 from ..tiles_decode import DecodeTile
 from ..types import UNBOUNDED, Plan, Problem, name_of
-from .cuda_counters import Counters
 from .cuda_instance import (
     CUDA_TYPES, MASK_ARRAY, MASK_LEFT, MASK_LENGTH, MASK_RIGHT, SCORE_ALIBI, SCORE_PLAIN, SCORE_SOFTCAP, SHORT_TYPES, PrefillInstance,
 )
+from .cuda_memory import GraphMemory
 
 MOST_QUERIES = 64  # for which kernel="auto" takes it
 MOST_ROWS = 128  # likewise: with more query heads and queries a key/value head, products take longer than reading
@@ -244,18 +244,18 @@ def pack(
     return p
 
 
-_counters = Counters()
+_counters, _parts = GraphMemory(zeroed=True), GraphMemory(zeroed=False)
 
 
 @contextlib.contextmanager
-def _memory(size: Workspace, device: int) -> Iterator[tuple[int, int, int]]:
+def _memory(size: Workspace) -> Iterator[tuple[int, int, int]]:
     """Addresses of a workspace: part_out, part_state and arrived."""
     if not size.total:
         yield 0, 0, 0
         return
-    with launch.scratch((size.part_out + size.part_state,), np.dtype(np.uint8), device) as parts:
-        arrived = _counters.take(size.arrived) if size.arrived else None
-        yield parts.pointer, parts.pointer + size.part_out, 0 if arrived is None else arrived.data.ptr
+    parts = _parts.take(size.part_out + size.part_state)
+    arrived = _counters.take(size.arrived) if size.arrived else None
+    yield parts.data.ptr, parts.data.ptr + size.part_out, 0 if arrived is None else arrived.data.ptr
 
 
 def launches(plan: Plan, problem: Problem) -> tuple[Instance, Split, list[launch.Step]]:
@@ -264,8 +264,9 @@ def launches(plan: Plan, problem: Problem) -> tuple[Instance, Split, list[launch
     load = structs.copy_bytes((problem.q, problem.k, problem.v))
     ready = chosen if load == chosen.load else dataclasses.replace(chosen, load=load)
     place = problem.q.device
+    early = launch.launches_early(place)
     todo = [
-        launch.Step(jit.function(source, place, shared), grid, threads, shared)
+        launch.Step(jit.function(source, place, shared), grid, threads, shared, early)
         for source, grid, threads, shared in steps(problem, ready, how) if grid
     ]
     return ready, how, todo
@@ -276,10 +277,10 @@ def run(plan: Plan, problem: Problem, pointers: Callable[[Problem], AbstractCont
     ready, how, todo = launches(plan, problem)
     if not todo:
         return
-    with pointers(problem) as known, _memory(workspace(problem, ready, how), problem.q.device) as memory:
+    with pointers(problem) as known, _memory(workspace(problem, ready, how)) as memory:
         params = pack(problem, ready, how, known, memory)
         for step in todo:
-            launch.launch(*step, params, launch.stream_pointer(None))
+            launch.launch(step, params, launch.stream_pointer(None))
 
 
 def prepare(plan: Plan, problem: Problem) -> launch.Prepared | None:
@@ -287,13 +288,13 @@ def prepare(plan: Plan, problem: Problem) -> launch.Prepared | None:
     ready, how, todo = launches(plan, problem)
     if not todo:
         return None
-    size, device = workspace(problem, ready, how), problem.q.device
+    size = workspace(problem, ready, how)
     offset = structs.DECODE_PARAMS.fields["part_out"][1]  # type: ignore[index]
     write = struct.Struct("=3Q").pack_into
 
     @contextlib.contextmanager
     def fill(params: bytearray) -> Iterator[None]:
-        with _memory(size, device) as memory:
+        with _memory(size) as memory:
             write(params, offset, *memory)
             yield
 

@@ -100,7 +100,7 @@ def copy(old: Pages, new: Pages, pages_from: Sequence[int], pages_to: Sequence[i
         blocks, params = pack((old.k, new.k), (old.v, new.v), len(pages_from), tokens)
         for name, address in pointers.items():
             params[name] = address
-        launch.launch(function, blocks, THREADS, 0, params, launch.stream_pointer(None))
+        launch.launch(launch.Step(function, blocks, THREADS), params, launch.stream_pointer(None))
 
 
 def write(pages: Pages, tokens: Pages, table: np.ndarray, begins: np.ndarray, scales: Pages | None = None) -> None:

@@ -239,7 +239,7 @@ def run(plan: Plan, problem: Problem, pointers: Callable[[Problem], AbstractCont
     with pointers(problem) as known, launch.workspace(outs + states, problem.q.device) as memory:
         params = pack(problem, ready, how, known, (memory, memory + outs))
         for step in todo:
-            launch.launch(*step, params, launch.stream_pointer(None))
+            launch.launch(step, params, launch.stream_pointer(None))
 
 
 def prepare(plan: Plan, problem: Problem) -> launch.Prepared | None:

@@ -369,11 +369,11 @@ class Gpu:
 
     def softmax(self, params: np.ndarray) -> None:
         function = jit.function(source(self.problem), self.problem.q.device)
-        launch.launch(function, self.problem.heads_q * int(params["rows"][0]), THREADS, 0, params, self.stream)
+        launch.launch(launch.Step(function, self.problem.heads_q * int(params["rows"][0]), THREADS), params, self.stream)
 
     def repair(self, params: np.ndarray) -> None:
         function = jit.function(repair_source(self.problem.v.dtype.name), self.problem.q.device)
-        launch.launch(function, repair_blocks(params), THREADS, 0, params, self.stream)
+        launch.launch(launch.Step(function, repair_blocks(params), THREADS), params, self.stream)
 
 
 # ---- the kernels ------------------------------------------------------------------------------------------------------

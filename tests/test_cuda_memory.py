@@ -1,4 +1,4 @@
-"""Counters of captured calls: kept as long as their graph, shared by the calls of one capture."""
+"""Memory of captured calls: kept as long as their graph, shared by the calls of one capture."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from warm_calls import gpu  # noqa: F401  a fixture
 
-from cuflash.backends import cuda_counters
+from cuflash.backends import cuda_memory
 
 Destructor = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
@@ -18,7 +18,11 @@ class FakeDriver:
     """Captures with a number and a graph, and what CUDA is to call when a graph is gone."""
 
     def __init__(self) -> None:
-        self.number, self.objects, self.owned = 1, [], {}
+        self.number, self.objects, self.owned, self.mode = 1, [], {}, 0
+
+    def cuThreadExchangeStreamCaptureMode(self, mode):  # noqa: N802
+        self.mode, mode._obj.value = mode._obj.value, self.mode
+        return 0
 
     def cuStreamGetCaptureInfo_v2(self, stream, status, number, graph, dependencies, count):  # noqa: N802
         number._obj.value, graph._obj.value = self.number, 1000 + self.number
@@ -43,12 +47,12 @@ class FakeDriver:
 @pytest.fixture
 def cuda_driver(monkeypatch):
     fake = FakeDriver()
-    monkeypatch.setattr(cuda_counters, "driver", lambda: fake)
+    monkeypatch.setattr(cuda_memory, "library", lambda: fake)
     return fake
 
 
 def test_calls_of_one_capture_share_and_others_do_not(gpu, cuda_driver):
-    counters = cuda_counters.Counters()
+    counters = cuda_memory.GraphMemory(zeroed=True)
     loose = counters.take(16)
     assert not loose.host.any() and not counters._kept
     gpu.capturing = True
@@ -63,8 +67,19 @@ def test_calls_of_one_capture_share_and_others_do_not(gpu, cuda_driver):
     assert len(counters._kept) == 3
 
 
+def test_they_are_allocated_in_whatever_mode_of_capture(gpu, cuda_driver, monkeypatch):
+    modes = []
+    counters = cuda_memory.GraphMemory(zeroed=True)
+    new = counters._new
+    monkeypatch.setattr(counters, "_new", lambda *given: (modes.append(cuda_driver.mode), new(*given))[1])
+    counters.take(16)
+    gpu.capturing = True
+    counters.take(16)
+    assert modes == [0, cuda_memory.RELAXED] and cuda_driver.mode == 0
+
+
 def test_they_go_with_their_graph_and_not_before(gpu, cuda_driver):
-    counters = cuda_counters.Counters()
+    counters = cuda_memory.GraphMemory(zeroed=True)
     gpu.capturing = True
     for number in range(1, 8):
         cuda_driver.number = number
@@ -83,13 +98,13 @@ def test_they_go_with_their_graph_and_not_before(gpu, cuda_driver):
 
 @pytest.mark.parametrize("lacks", ["everything", "objects", "a graph"])
 def test_they_stay_where_cuda_cannot_tell(gpu, cuda_driver, monkeypatch, lacks):
-    counters = cuda_counters.Counters()
+    counters = cuda_memory.GraphMemory(zeroed=True)
     if lacks == "everything":
-        monkeypatch.setattr(cuda_counters, "driver", lambda: SimpleNamespace())
+        monkeypatch.setattr(cuda_memory, "library", lambda: SimpleNamespace())
     elif lacks == "objects":
         monkeypatch.delattr(FakeDriver, "cuGraphRetainUserObject")
     else:
-        monkeypatch.setattr(cuda_counters, "capture", lambda stream: (cuda_driver.number, 0))
+        monkeypatch.setattr(cuda_memory, "capture", lambda stream: (cuda_driver.number, 0))
     gpu.capturing = True
     for number in range(5):
         cuda_driver.number = number

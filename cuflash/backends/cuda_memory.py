@@ -1,29 +1,23 @@
-"""Counters by which the blocks of a kernel learn who is the last: memory that is 0 before and after, also in graphs that are replayed."""
+"""What a kernel needs beside its arrays, also in graphs that are replayed: partial results, counters by which blocks learn who is last."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
-import functools
 import itertools
 import threading
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from .. import launch
+from ..driver import library
 
 SEMAPHORE_BYTES = 64  # more than any C library's sem_t has
 NO_DESTRUCTOR_SYNC, MOVE = 1, 1  # flags of the two functions below
-
-
-@functools.cache
-def driver() -> Any:
-    """CUDA's driver, for functions that CuPy does not have; an object without any where it has another name."""
-    try:
-        return ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return object()
+RELAXED = 2  # CU_STREAM_CAPTURE_MODE_...
 
 
 def capture(stream: int) -> tuple[int, int] | None:
@@ -31,13 +25,27 @@ def capture(stream: int) -> tuple[int, int] | None:
     if not launch.is_capturing():
         return None
     status, number, graph = ctypes.c_int(), ctypes.c_uint64(), ctypes.c_void_p()
-    ask = getattr(driver(), "cuStreamGetCaptureInfo_v2", None)
+    ask = getattr(library(), "cuStreamGetCaptureInfo_v2", None)
     if ask and ask(ctypes.c_void_p(stream), ctypes.byref(status), ctypes.byref(number), ctypes.byref(graph), None, None) == 0:
         return number.value, graph.value or 0
     return next(_unknown_captures), 0
 
 
 _unknown_captures = itertools.count(-1, -1)
+
+
+@contextlib.contextmanager
+def allocating() -> Iterator[None]:
+    """Let the thread allocate memory outside of a graph while a stream is captured, in whatever mode."""
+    exchange = getattr(library(), "cuThreadExchangeStreamCaptureMode", None)
+    mode = ctypes.c_int(RELAXED)
+    if exchange:
+        exchange(ctypes.byref(mode))
+    try:
+        yield
+    finally:
+        if exchange:
+            exchange(ctypes.byref(mode))
 
 
 class End:
@@ -49,16 +57,16 @@ class End:
 
     def __init__(self, graph: int):
         self._semaphore: ctypes.c_void_p | None = None
-        if not graph or not all(hasattr(driver(), name) for name in ("cuUserObjectCreate", "cuGraphRetainUserObject")):
+        if not graph or not all(hasattr(library(), name) for name in ("cuUserObjectCreate", "cuGraphRetainUserObject")):
             return
         self._libc = ctypes.CDLL(None)
         self._libc.malloc.restype = ctypes.c_void_p
         semaphore, made = ctypes.c_void_p(self._libc.malloc(SEMAPHORE_BYTES)), ctypes.c_void_p()
         self._libc.sem_init(semaphore, 0, 0)
         post = ctypes.cast(self._libc.sem_post, ctypes.c_void_p)
-        if driver().cuUserObjectCreate(ctypes.byref(made), semaphore, post, 1, NO_DESTRUCTOR_SYNC) == 0:
+        if library().cuUserObjectCreate(ctypes.byref(made), semaphore, post, 1, NO_DESTRUCTOR_SYNC) == 0:
             # Where the graph does not take it, nobody will ever post.
-            driver().cuGraphRetainUserObject(ctypes.c_void_p(graph), made, 1, MOVE)
+            library().cuGraphRetainUserObject(ctypes.c_void_p(graph), made, 1, MOVE)
             self._semaphore = semaphore
 
     def come(self) -> bool:
@@ -77,15 +85,16 @@ class Kept:
     arrays: list[Any] = field(default_factory=list)
 
 
-class Counters:
-    """Memory that is 0 before a kernel and after it.
+class GraphMemory:
+    """Memory for what a call needs while it runs; with ``zeroed``, it is 0 before a kernel, which leaves it so.
 
-    A call gets it from CuPy's pool, in the order of the stream, and sets it to 0. What a captured call gets is kept as long as the graph,
-    which may be replayed at any time; the calls that one capture takes from one stream run one after the other and share it, so that it
-    is set to 0 once in a replay.
+    A call gets it from CuPy's pool, in the order of the stream. What a captured call gets is kept as long as the graph, which may be
+    replayed at any time; the calls that one capture takes from one stream run one after the other and share it, so that it is set to 0
+    once in a replay, and nothing stands in the graph between one kernel and the next.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, zeroed: bool) -> None:
+        self._zeroed = zeroed
         self._kept: dict[tuple[int, int, int], Kept] = {}
         self._lock = threading.Lock()
 
@@ -96,9 +105,7 @@ class Counters:
         stream = cupy.cuda.get_current_stream().ptr
         captured = capture(stream)
         if captured is None:
-            memory = cupy.empty(size, np.uint8)
-            cupy.cuda.runtime.memsetAsync(memory.data.ptr, 0, size, stream)
-            return memory
+            return self._new(size, stream)
         number, graph = captured
         key = (cupy.cuda.runtime.getDevice(), stream, number)
         with self._lock:
@@ -108,7 +115,14 @@ class Counters:
                 self._kept[key] = Kept(End(graph))
             arrays = self._kept[key].arrays
             if not arrays or arrays[-1].size < size:
-                memory = cupy.empty(size, np.uint8)
-                cupy.cuda.runtime.memsetAsync(memory.data.ptr, 0, size, stream)
-                arrays.append(memory)
+                with allocating():
+                    arrays.append(self._new(size, stream))
             return arrays[-1]
+
+    def _new(self, size: int, stream: int) -> Any:
+        import cupy
+
+        memory = cupy.empty(size, np.uint8)
+        if self._zeroed:
+            cupy.cuda.runtime.memsetAsync(memory.data.ptr, 0, size, stream)
+        return memory
