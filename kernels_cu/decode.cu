@@ -3,8 +3,8 @@
 // All query heads of a key/value head, times all queries, fill the rows of a tile: what is read serves every one of them. The keys
 // are split over the whole grid (see deal.cuh); a part leaves its accumulators in float32, and the last block to finish a
 // (sequence, head) merges them, or combine.cu does. The warps of a block share the keys of a tile, 16 or more each, with an online
-// softmax of their own, and meet only where a part ends: a tile costs one barrier. STAGES - 1 tiles are under way meanwhile: at
-// 4.8 TB/s and a latency of 1 us, each of 132 multiprocessors needs 36 KiB of them at least.
+// softmax of their own, and meet only where a part ends; where they load for each other, a tile costs one barrier. STAGES - 1 tiles are
+// under way meanwhile: at 4.8 TB/s and a latency of 1 us, each of 132 multiprocessors needs 36 KiB of them at least.
 #include "include/decode_finish.cuh"
 #include "include/decode_load.cuh"
 #include "include/decode_wgmma.cuh"
@@ -27,6 +27,8 @@ struct Decode {
     static constexpr bool TURNED = M == 8;  // queries are the columns of the products; of e4m3 alone
     using Order = typename Fragments<TURNED>::Order;
     static constexpr int WORKERS = 32 * WARPS_, THREADS = WORKERS + (WGMMA ? 128 : 0);  // of which some only load
+    static constexpr bool SHARES = PAGED && LOAD == 16;      // each warp loads a share of the keys, see decode_pages.cuh
+    static constexpr bool APART = SHARES && ROW_WARPS_ == 1;  // which is what it multiplies: it needs no other warp for a tile
     static constexpr int ROW_WARPS = ROW_WARPS_, KEY_WARPS = WARPS_ / ROW_WARPS, GROUPS = 1;
     static constexpr int WARP_ROWS = M / ROW_WARPS, KEYS = N / KEY_WARPS;  // rows and keys whose scores a warp computes
     static constexpr int MT = (WARP_ROWS + 8) / 16;  // mma tiles of a warp: rows, keys, value columns
@@ -84,17 +86,32 @@ template <class C> __device__ __forceinline__ void decode_in_step(const DecodePa
         ahead += loader.more();
         loader.load(smem, stage);
     }
+    int part = 0, left = 0, key = 0;  // as the loader counts parts; tiles of the part that are left; the tile's first key
 #pragma unroll 1
     for (int stage = 0, free = C::STAGES - 1; ahead > 0; --ahead) {
         copies_wait<C::STAGES - 2>();
-        __syncthreads();
+        if constexpr (C::APART) __syncwarp();
+        else C::sync();
         ahead += loader.more();
         loader.load(smem, free);
+        const bool begins = left == 0;
+        if (begins) {
+            if (++part == C::STAGES) part = 0;
+            if constexpr (C::APART) C::sync();  // all warps bring the queries
+        }
+        Piece piece = Piece::load(C::piece_smem(smem, part));
+        if (begins) {
+            left = piece.flags >> Piece::TILES, key = piece.key;
+            warp.begin(piece, smem);
+        }
+        piece.key = key;
         const u32 stage_smem = smem + stage * C::STAGE_BYTES;
-        const Piece piece = Piece::load(C::piece_smem(smem, stage));
-        if (piece.flags & Piece::BEGINS) warp.begin(piece, smem);
         warp.tile(piece, stage_smem);
-        if (piece.flags & Piece::ENDS) finish(p, warp, piece, loader.next.deal, smem, stage_smem);
+        key += C::N;
+        if (--left == 0) {
+            finish(p, warp, piece, loader.next.deal, smem, stage_smem);
+            if constexpr (C::APART) C::sync();  // else a warp would load to where others still read
+        }
         free = stage;
         if (++stage == C::STAGES) stage = 0;
     }

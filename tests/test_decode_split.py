@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -50,6 +51,17 @@ def test_tiles_fit_and_are_whole_fragments(gpu, one):
                     assert tile.m % (16 * tile.row_warps) == 0 and tile.n * tile.row_warps % (16 * tile.warps) == 0
                     assert tile.m >= min(rows, 16)
     assert found > 100
+
+
+def test_offsets_in_pages_have_32_bits():
+    """Of 16 bytes; where they do not suffice, copies of 8 bytes are asked for, which take 64 bits."""
+    def load(stride: int, d: int = 128) -> int:
+        q, pages = np.zeros((1, 1, 32, d), F16), np.zeros((5, 16, 8, d), F16)
+        asked = build_attention(q, pages, pages, page_table=np.zeros((1, 4), np.int32), kv_lengths=[40])
+        return cuda_decode.copy_bytes(asked.replace(v=dataclasses.replace(asked.v, strides=(stride, *asked.v.strides[1:]))))
+
+    assert load(1 << 20) == 16 and load((1 << 34) - (1 << 15)) == 16
+    assert load(1 << 34) == load(-(1 << 20)) == 8 and load(1 << 34, d=34) == 4
 
 
 def test_a_second_kernel_merges_what_is_much():

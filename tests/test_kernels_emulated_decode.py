@@ -295,6 +295,35 @@ def test_bad_pages_are_not_followed(emulator, gpu, page_size):
     compare.assert_close(found[1], want.lse[0], want.lse_bound, "lse")
 
 
+@pytest.mark.parametrize("d", [32, 64, 128])
+def test_bad_pages_of_few_rows(emulator, d):
+    """Where each warp loads what it multiplies: a bad page makes NaN of its sequence alone, and of none if nobody sees it."""
+    rng = np.random.default_rng(d)
+    q = rng.standard_normal((3, 1, 4, d)).astype(F16)
+    pages = [rng.standard_normal((3 * 24, 8, 2, d)).astype(F16) for _ in range(2)]
+    table, lengths = rng.permutation(3 * 24).reshape(3, 24), [192, 100, 190]
+    right = compute(emulator, build(q, *pages, page_table=table, kv_lengths=lengths))
+    problem, broken = build(q, *pages, page_table=table, kv_lengths=lengths), table.copy()
+    broken[0, 17], broken[1, 13], broken[2, 0] = 3 * 24, -1, -(1 << 31)  # the second one lies behind its keys
+    found = compute(emulator, problem.replace(page_table=broken))
+    for name, x, y in zip(("out", "lse"), found, right, strict=True):
+        assert np.isnan(x[[0, 2]]).all(), name
+        compare.assert_same_bits(x[1], y[1], name)
+
+
+def test_pages_from_the_last_to_the_first(emulator):
+    """Offsets that are negative are found by copies of 8 bytes."""
+    rng = np.random.default_rng(1)
+    q, table = rng.standard_normal((2, 1, 4, 64)).astype(F16), rng.permutation(2 * 12).reshape(2, 12)
+    pages = [rng.standard_normal((2 * 12, 16, 2, 64)).astype(F16) for _ in range(2)]
+    options: dict[str, Any] = {"page_table": table, "kv_lengths": [192, 7]}
+    backwards = build(q, pages[0][::-1].copy()[::-1], pages[1], **options)
+    assert [setup(p, H200)[0].load for p in (build(q, *pages, **options), backwards)] == [16, 8]
+    want = compute(emulator, build(q, *pages, **options))
+    for name, x, y in zip(("out", "lse"), compute(emulator, backwards), want, strict=True):
+        compare.assert_same_bits(x, y, name)
+
+
 def test_splits_agree_and_ones_stay_ones(emulator):
     """Cases 18 and 19: whatever the number of parts, more than tiles included, in any order of heads (case 20)."""
     rng = np.random.default_rng(3)

@@ -143,9 +143,10 @@ def instance(problem: Problem, info: device.DeviceInfo, kernel: str = "fa2") -> 
     mask = MASK_RIGHT | MASK_LEFT if left else MASK_RIGHT if right else MASK_LENGTH
     if problem.mask is not None:
         mask |= MASK_ARRAY
-    load, score = structs.copy_bytes((problem.q, problem.k, problem.v)), score_kind(problem)
+    score = score_kind(problem)
     if kernel == "decode":
-        return cuda_decode.instance(problem, info, load, score)
+        return cuda_decode.instance(problem, info, cuda_decode.copy_bytes(problem), score)
+    load = structs.copy_bytes((problem.q, problem.k, problem.v))
     if kernel == "fa1":
         return cuda_fa1.instance(problem, mask, score, load, info)
     if name_of(problem.q.dtype) not in TYPES:

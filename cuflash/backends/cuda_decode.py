@@ -122,6 +122,19 @@ def suits(problem: Problem) -> bool:
     return few and decline(problem) is None
 
 
+def copy_bytes(problem: Problem) -> int:
+    """The widest copy, 16, 8, 4 or 2 bytes. With 16, rows of pages are found by their offset from the first one, in 32 bits."""
+    load = structs.copy_bytes((problem.q, problem.k, problem.v))
+    if not problem.paged:
+        return load
+    scales = [a for a in (problem.k_scale, problem.v_scale) if a is not None and a.by_token]
+    for a, unit in ((problem.k, 16), (problem.v, 16), *((a, 4) for a in scales)):
+        steps = [(n - 1) * stride for n, stride in zip(a.shape[:2], a.strides, strict=False) if n > 1]
+        if min(steps, default=0) < 0 or sum(steps) >= unit << 32:
+            return min(load, 8)
+    return load
+
+
 def instance(problem: Problem, info: DeviceInfo, load: int, score: int) -> Instance | None:
     """The kernel instance for these arrays, or None if no tile fits the GPU."""
     d, dv = (tiles_decode.head_class(size, problem.e4m3) for size in (problem.head_dim, problem.head_dim_v))
@@ -261,7 +274,7 @@ def _memory(size: Workspace) -> Iterator[tuple[int, int, int]]:
 def launches(plan: Plan, problem: Problem) -> tuple[Instance, Split, list[launch.Step]]:
     """The planned instance for the arrays of this run, which may be aligned otherwise than those of the plan; and what is launched."""
     chosen, how = plan.extra
-    load = structs.copy_bytes((problem.q, problem.k, problem.v))
+    load = copy_bytes(problem)
     ready = chosen if load == chosen.load else dataclasses.replace(chosen, load=load)
     place = problem.q.device
     early = launch.launches_early(place)

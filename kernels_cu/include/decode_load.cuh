@@ -1,9 +1,9 @@
 // How a block of decode.cu brings its keys, values and queries into shared memory, stage after stage. C is the configuration of decode.cu.
 #include "include/deal.cuh"
-#include "include/paged.cuh"
+#include "include/decode_pages.cuh"
 #include "include/parts.cuh"
 
-// What lies in a stage; all threads agree on it.
+// What lies in a stage, or of a part in its first one; all threads agree on it.
 struct Piece {
     int batch, head, key, flags;      // key: the tile's first one
     KeyRange range;                   // of the sequence
@@ -13,6 +13,7 @@ struct Piece {
 
     static constexpr int BEGINS = 1, ENDS = 2, WHOLE = 4;  // a part begins and ends with the tile; the part is all there is
     static constexpr int QUIT = 8;                         // there is no tile, nor will there be
+    static constexpr int TILES = 4;                        // from this bit on: tiles from this one to the part's end
 
     __device__ __forceinline__ void store(u32 smem) const {
         store_smem(smem, make_uint4(batch, head, key, flags));
@@ -50,38 +51,10 @@ template <class C> struct QueryLoader : TileLoader<typename C::QTile, C::THREADS
     }
 };
 
-// The loader of keys or values, which has a short way for pages: a tile of keys that all exist, in pages that do.
-template <class C, class Tile, u32 BAD, bool SHORT = C::PAGED && C::LOAD == 16> struct DecodeLoader : KvLoader<C, Tile, BAD> {
-    using KvLoader<C, Tile, BAD>::KvLoader;
-};
-
-template <class C, class Tile, u32 BAD> struct DecodeLoader<C, Tile, BAD, true> : KvLoader<C, Tile, BAD> {
-    using Base = KvLoader<C, Tile, BAD>;
-    using Base::Base, Base::PASS, Base::PASSES;
-
-    __device__ __forceinline__ void load(const typename Base::Pages& pages, int thread, u32 tile_smem, int tile_row, int begin, int end) const {
-        bool all = tile_row >= begin && tile_row + Tile::ROWS <= end;
-#pragma unroll
-        for (int pass = 0; pass < PASSES; ++pass) all = all && u32(pages.entry[pass]) < u32(Base::p.pages);
-        if (!all) {
-            Base::load(pages, thread, tile_smem, tile_row, begin, end);
-            return;
-        }
-        const int row = thread / Tile::CHUNKS, chunk = thread % Tile::CHUNKS;
-        const u32 dst = tile_smem + Tile::offset(row, chunk);
-#pragma unroll
-        for (int pass = 0; pass < PASSES; ++pass) {
-            if (Tile::ROWS % PASS != 0 && pass * PASS + row >= Tile::ROWS) break;
-            const u16* src = Base::row_gmem(tile_row + pass * PASS + row, pages.entry[pass]) + chunk * 8;
-            Base::template copy_row<true>(Base::pass_smem(dst, pass), src, chunk, true);
-        }
-    }
-};
-
 // The block's way through its keys, as far as loading is concerned.
 template <class C> struct Loader {
-    using KLoader = DecodeLoader<C, typename C::KTile, 0x7fff7fffu>;  // NaN in both types
-    using VLoader = DecodeLoader<C, typename C::VTile, 0>;
+    using KLoader = KvLoader<C, typename C::KTile, 0x7fff7fffu>;  // NaN in both types
+    using VLoader = KvLoader<C, typename C::VTile, 0>;
     static constexpr bool SAME_ROWS = C::KTile::CHUNKS == C::VTile::CHUNKS;  // a thread copies the same keys' keys and values
     const DecodeParams& p;
     int run, lane, passes;
@@ -91,6 +64,7 @@ template <class C> struct Loader {
     typename KLoader::Pages k_pages;  // of the tile that comes next; of values as well if SAME_ROWS
     typename VLoader::Pages v_pages;
     PageRows<C::N, 1> scale_page;     // of the key whose scales the thread copies
+    PageShare<C> share;               // instead of all that, if C::SHARES
 
     __device__ __forceinline__ Loader(const DecodeParams& p)
         : p(p), run(block_index() / u32(p.heads_at_once)), lane(block_index() - u32(run * p.heads_at_once)), passes(p.passes), part(0),
@@ -107,6 +81,10 @@ template <class C> struct Loader {
         if (C::PAGED && more()) {
             const int thread = C::load_thread();
             const KeyRange range = next.range;
+            if constexpr (C::SHARES) {
+                share.look_up(p, key(), range);
+                return;
+            }
             k_loader().look_up(k_pages, thread, key(), range.begin, range.end);
             if constexpr (!SAME_ROWS) v_loader().look_up(v_pages, thread, key(), range.begin, range.end);
             if constexpr (C::SCALED) scale_page.look_up(p, next.batch, thread % C::N, key(), range.begin, range.end);
@@ -124,10 +102,14 @@ template <class C> struct Loader {
         const u32 stage_smem = smem + stage * C::STAGE_BYTES;
         const int thread = C::load_thread();
         const KeyRange range = next.range;
-        k.load(k_pages, thread, stage_smem, key(), range.begin, range.end);
-        if constexpr (SAME_ROWS) v.load(k_pages, thread, stage_smem + C::V_SMEM, key(), range.begin, range.end);
-        else v.load(v_pages, thread, stage_smem + C::V_SMEM, key(), range.begin, range.end);
-        if constexpr (C::SCALED) load_scales(stage_smem + C::SCALES_SMEM, thread, range);
+        if constexpr (C::SHARES) {
+            share.load(p, stage_smem, key(), range);
+        } else {
+            k.load(k_pages, thread, stage_smem, key(), range.begin, range.end);
+            if constexpr (SAME_ROWS) v.load(k_pages, thread, stage_smem + C::V_SMEM, key(), range.begin, range.end);
+            else v.load(v_pages, thread, stage_smem + C::V_SMEM, key(), range.begin, range.end);
+            if constexpr (C::SCALED) load_scales(stage_smem + C::SCALES_SMEM, thread, range);
+        }
         if constexpr (!C::WGMMA) {  // else the workers bring them
             if (next.begins()) {
                 const PackedRows rows(p, C::M, next.batch, head());
@@ -135,12 +117,13 @@ template <class C> struct Loader {
                 QueryLoader<C>(p, rows).load(p, rows, thread, Q_smem(smem));
             }
         }
-        if (thread == 0) {
-            const int flags = (next.begins() ? Piece::BEGINS : 0) | (next.ends() ? Piece::ENDS : 0) | (next.whole() ? Piece::WHOLE : 0);
+        if (thread == 0 && (C::WGMMA || next.begins())) {
+            const int flags = (next.begins() ? Piece::BEGINS : 0) | (next.ends() ? Piece::ENDS : 0) | (next.whole() ? Piece::WHOLE : 0) |
+                              (next.stop - next.tile) << Piece::TILES;
             const int mask_key = p.mask_tail ? next.kv_length - p.mask_columns : 0;
             const Piece piece{next.batch, head(), key(), flags, range, next.position, mask_key,
                               next.slot(run, lane), next.before, next.units, int(Q_smem(smem))};
-            piece.store(C::piece_smem(smem, stage));
+            piece.store(C::piece_smem(smem, C::WGMMA ? stage : part));
         }
         next.advance(passes);
         if (next.begins()) find_head();
@@ -171,5 +154,9 @@ template <class C> struct Loader {
     }
 
     __device__ __forceinline__ u32 Q_smem(u32 smem) const { return smem + (C::WGMMA ? C::ALL_Q_SMEM : part * C::STAGE_BYTES + C::Q_SMEM); }
-    __device__ __forceinline__ void find_head() { head_kv = more() ? int(quotient(head(), p.row_blocks)) : 0; }
+    __device__ __forceinline__ void find_head() {
+        head_kv = more() ? int(quotient(head(), p.row_blocks)) : 0;
+        if constexpr (C::SHARES)
+            if (more()) share.begin(p, next.batch, head_kv);
+    }
 };
