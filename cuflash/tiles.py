@@ -45,19 +45,25 @@ class Tile(NamedTuple):
     def threads(self) -> int:
         return 32 * self.warps
 
-    def shared_memory(self, d: int, dv: int, paged: bool = False) -> int:
-        """Bytes of dynamic shared memory for padded head sizes; PrefillFa2::SMEM_BYTES counts the same."""
+    def shared_memory(self, d: int, dv: int, page_rows: int = 0) -> int:
+        """Bytes of dynamic shared memory for padded head sizes; PrefillFa2::SMEM_BYTES counts the same. ``page_rows``: its PAGE_ROWS."""
         pipeline = 2 * (self.m * d + self.stages * self.n * (d + dv))
         if self.groups > 1:
             pipeline += 2 * self.m * self.n + 4 * self.groups * self.m
-        if paged:
-            pipeline += 2 * (self._addresses(d) + self._addresses(dv)) + 32
+        if page_rows:
+            pipeline += self._addresses(d, dv, page_rows)
         return max(pipeline, 2 * self.m * dv)  # the rows of out pass through the same memory
 
-    def _addresses(self, size: int) -> int:
-        """Bytes of the addresses of a tile's rows, which a thread reads two by two; RowLoader::BYTES counts the same."""
-        at_once = self.threads // (8 if size % 64 == 0 else 4)
-        return 16 * at_once * -(-self.n // (2 * at_once))
+    def _addresses(self, d: int, dv: int, page_rows: int) -> int:
+        """Bytes of what says where the keys of two spans of tiles lie; KeysValues::BYTES counts the same."""
+        runs = self.n // page_rows
+        slots, size = 2, 32
+        if page_rows > 1:
+            slots, size = 2 << (self.threads // 2 // runs).bit_length() - 1, 4 * self.threads + 32
+        for columns in (d, dv):
+            abreast = max(1, self.threads // (8 if columns % 64 == 0 else 4) // page_rows)
+            size += slots * 16 * abreast * -(-runs // (2 * abreast))  # a thread reads the addresses two by two
+        return size
 
 
 @dataclass(frozen=True)
@@ -193,21 +199,21 @@ def head_class(size: int) -> int:
 
 
 def prefill_fa2(
-    d: int, dv: int, band: bool, lean: bool, info: DeviceInfo, arrays: int = 0, softcap: bool = False, paged: bool = False,
+    d: int, dv: int, band: bool, lean: bool, info: DeviceInfo, arrays: int = 0, softcap: bool = False, page_rows: int = 0,
 ) -> Tile | None:
     """The first tile of the table whose shared memory fits the device, for padded head sizes; None if none does.
 
-    ``arrays`` is 1 for a column of PREFILL_FA2_ARRAYS, 2 for the other, 0 where there is neither bias nor mask; ``softcap`` and ``paged``
-    say that PREFILL_FA2_SOFTCAP and PREFILL_FA2_PAGED are to be asked first.
+    ``arrays`` is 1 for a column of PREFILL_FA2_ARRAYS, 2 for the other, 0 where there is neither bias nor mask; ``softcap`` and
+    ``page_rows`` (0 without pages) say that PREFILL_FA2_SOFTCAP and PREFILL_FA2_PAGED are to be asked first.
     """
     if softcap and (own := PREFILL_FA2_SOFTCAP.get(family(info), {}).get(max(d, dv))) is not None:
         return own
-    if paged and (own := PREFILL_FA2_PAGED.get(family(info), {}).get(max(d, dv), (None, None))[arrays > 0]) is not None:
+    if page_rows and (own := PREFILL_FA2_PAGED.get(family(info), {}).get(max(d, dv), (None, None))[arrays > 0]) is not None:
         return own
     choice = PREFILL_FA2[family(info)][max(d, dv)]
     column = choice.lean if lean or arrays else choice.band if band else choice.full
     special = PREFILL_FA2_ARRAYS[family(info)].get(max(d, dv))
     for tile in column if not arrays or special is None else special[arrays - 1 :]:
-        if tile.shared_memory(d, dv, paged) <= info.shared_memory_block:
+        if tile.shared_memory(d, dv, page_rows) <= info.shared_memory_block:
             return tile
     return None

@@ -18,12 +18,13 @@
 // What an instance fixes. STAGES: tiles of K and of V in shared memory. LOAD: see TileLoader.
 template <
     class In_, class Out_, int DQK_, int DV_, int M_, int N_, int WARPS_, int STAGES_, int GROUPS_, bool Q_IN_RMEM_, int LOAD_, int MASK_,
-    int SCORE_, bool PAGED_ = false, bool FLAT_ = false>
+    int SCORE_, int PAGE_ROWS_ = 0, bool FLAT_ = false>
 struct PrefillFa2 {
     using In = In_;
     using Out = Out_;
     static constexpr int DQK = DQK_, DV = DV_, M = M_, N = N_, STAGES = STAGES_, LOAD = LOAD_, MASK = MASK_, SCORE = SCORE_;
-    static constexpr bool Q_IN_RMEM = Q_IN_RMEM_, PAGED = PAGED_, FLAT = FLAT_;
+    static constexpr int PAGE_ROWS = PAGE_ROWS_;  // what page sizes are multiples of; 0: there are no pages
+    static constexpr bool Q_IN_RMEM = Q_IN_RMEM_, PAGED = PAGE_ROWS > 0, FLAT = FLAT_;
     static constexpr int MASK_BYTES = (MASK & MASK_ARRAY) != 0 ? 1 : 0, BIAS_BYTES = bias_bytes(SCORE);  // of an element, if there is one
     static constexpr bool HIDES = MASK_BYTES + BIAS_BYTES != 0;  // an array can hide any key from any row
     static constexpr bool CUTS = HIDES || MASK != MASK_LENGTH;   // rows of a block may see different keys

@@ -164,6 +164,10 @@ FURTHER = (
         case(f"pages-of-{size}", "2,33,300,2,1,64", causal, page_size=size, kv_lengths=(300, 161))
         for size in (1, 3, 16, 17, 64, 256)
     ),
+    *(  # where the keys lie is worked out for many tiles at once: these have a few times as many, from where none needs a page
+        case(f"pages-of-{size}-d{d}-long", f"1,40,{keys},1,1,{d}", causal, page_size=size, kv_lengths=(keys,), kv_start=(start,))
+        for d, size, keys, start in ((64, 16, 3150, 5), (64, 48, 2100, 1030), (128, 32, 3100, 17), (128, 16, 2050, 0))
+    ),
     case("pages-narrow-copies", "2,33,100,2,1,20", causal, page_size=5, kv_lengths=(100, 61)),
     case("pages-strided", "2,33,100,2,1,33", causal, page_size=5, kv_lengths=(100, 61), strides="every_other"),
     case("pages-dv", "2,33,100,2,1,32,64", page_size=5, kv_lengths=(100, 61), kv_start=(3, 0)),
@@ -217,6 +221,19 @@ def with_value(which: int, row: int, value: float, keys: int = 150) -> tuple[np.
     arrays = [abs(a) for a in normal(64, keys=keys)]
     arrays[which][0, row, 0, 3] = value
     return tuple(arrays)
+
+
+def pages_not_filled(dtype: np.dtype) -> tuple[tuple[np.ndarray, ...], dict[str, object]]:
+    """Sequences that begin and end within pages, which hold NaN before and behind them."""
+    rng = np.random.default_rng(3)
+    table, lengths, starts = rng.permutation(12).reshape(2, 6), (90, 37), (21, 5)
+    q, pages = rng.standard_normal((2, 30, 2, 64)).astype(dtype), [np.full((12, 16, 1, 64), np.nan, dtype) for _ in range(2)]
+    for row, length, start in zip(table, lengths, starts, strict=True):
+        for a in pages:
+            keys = np.full((96, 1, 64), np.nan, dtype)
+            keys[start:length] = rng.standard_normal((length - start, 1, 64)).astype(dtype)
+            a[row] = keys.reshape(6, 16, 1, 64)
+    return (q, *pages), {"page_table": table, "kv_lengths": lengths, "kv_start": starts}
 
 
 def hidden_keys(dtype: np.dtype, how: str) -> tuple[tuple[np.ndarray, ...], dict[str, np.ndarray]]:
@@ -291,6 +308,8 @@ def hard_runs() -> Iterator[Run]:
         for value in (np.nan, np.inf, -np.inf):
             yield of_arrays(f"key-{value}-softcap", gpu, lambda x=value: with_value(1, 60, x), softcap=30.0, window=(90, 5))
         yield of_arrays("nan-query-no-keys", gpu, lambda: with_value(0, 7, np.nan, keys=40), causal=True)
+        arrays, options = pages_not_filled(dtype)
+        yield of_arrays("pages-not-filled", gpu, lambda a=arrays: a, **options)
         for how in ("mask", "bias", "bias32"):
             arrays, options = hidden_keys(dtype, how)
             yield of_arrays(f"hidden-keys-{how}", gpu, lambda a=arrays: a, **options)

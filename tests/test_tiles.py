@@ -36,10 +36,11 @@ def problem(shape=(2, 256, 4, 64), heads_kv=None, dv=None, dtype=F16, sk=None, *
 @pytest.mark.parametrize("dv", tiles.HEAD_CLASSES)
 def test_a_tile_fits_every_gpu(name, d, dv):
     info = device.KNOWN[name]
-    for band, lean, extra, kind in itertools.product((False, True), (False, True), (0, 1, 2), ("", "softcap", "paged")):
-        tile = tiles.prefill_fa2(d, dv, band, lean, info, extra, kind == "softcap", kind == "paged")
+    for band, lean, extra, kind in itertools.product((False, True), (False, True), (0, 1, 2), ("", "softcap", 1, 16)):
+        page_rows = kind if isinstance(kind, int) else 0
+        tile = tiles.prefill_fa2(d, dv, band, lean, info, extra, kind == "softcap", page_rows)
         assert tile is not None
-        assert tile.shared_memory(d, dv, kind == "paged") <= info.shared_memory_block
+        assert tile.shared_memory(d, dv, page_rows) <= info.shared_memory_block
         assert tile.n % 32 == 0 or not extra or kind == "softcap"  # as MatrixTile has it
         assert tile.m % (16 * tile.warps) == 0 and tile.n % 16 == 0
 
@@ -49,10 +50,11 @@ def test_a_tile_fits_every_gpu(name, d, dv):
 def test_resident_blocks_fit_the_multiprocessor(name, d):
     """What launch bounds promise must not be undone by shared memory or threads."""
     info = device.KNOWN[name]
-    for band, lean, extra, kind in itertools.product((False, True), (False, True), (0, 1, 2), ("", "softcap", "paged")):
-        tile = tiles.prefill_fa2(d, d, band, lean, info, extra, kind == "softcap", kind == "paged")
+    for band, lean, extra, kind in itertools.product((False, True), (False, True), (0, 1, 2), ("", "softcap", 1, 16)):
+        page_rows = kind if isinstance(kind, int) else 0
+        tile = tiles.prefill_fa2(d, d, band, lean, info, extra, kind == "softcap", page_rows)
         reserved = tiles.RESERVED_SHARED_MEMORY if info.cc >= (8, 0) else 0
-        assert tile.resident * (tile.shared_memory(d, d, kind == "paged") + reserved) <= info.shared_memory_sm
+        assert tile.resident * (tile.shared_memory(d, d, page_rows) + reserved) <= info.shared_memory_sm
         assert tile.resident * tile.threads <= info.threads_sm
 
 

@@ -35,14 +35,14 @@ OWN_ARRAYS = ("alibi_slopes", "sinks", "bias", "mask")
 class Instance(PrefillInstance):
     """What is fixed when prefill_fa2 is compiled."""
 
-    paged: bool = False
+    page_rows: int = 0  # keys that surely lie in one page: a divisor of page sizes; 0 without pages
     flat: bool = False  # the longest of the packed sequences is not known
 
     KERNEL, TILES = "prefill_fa2", "tiles.py"
 
     @property
     def shared_memory(self) -> int:
-        return self.tile.shared_memory(self.d, self.dv, self.paged)
+        return self.tile.shared_memory(self.d, self.dv, self.page_rows)
 
     @property
     def factor_left(self) -> bool:
@@ -54,10 +54,14 @@ class Instance(PrefillInstance):
         return [f"m{t.m}n{t.n}w{t.warps}s{t.stages}" + f"g{t.groups}" * (t.groups > 1) + "q" * t.q_registers]
 
     @property
+    def page_words(self) -> list[str]:
+        return ["paged" + str(self.page_rows) * (self.page_rows > 1)] * (self.page_rows > 0)
+
+    @property
     def arguments(self) -> list[Any]:
         t = self.tile
         numbers = [self.d, self.dv, t.m, t.n, t.warps, t.stages, t.groups, t.q_registers, self.load, self.mask, self.score]
-        return [CUDA_TYPES[self.dtype], CUDA_TYPES[self.out], *numbers, self.paged, *[True] * self.flat]
+        return [CUDA_TYPES[self.dtype], CUDA_TYPES[self.out], *numbers, self.page_rows, *[True] * self.flat]
 
 
 AnyInstance = Instance | cuda_fp.Instance | cuda_fa1.Instance
@@ -152,10 +156,11 @@ def instance(problem: Problem, info: device.DeviceInfo, kernel: str = "fa2") -> 
     if name_of(problem.q.dtype) not in TYPES:
         return cuda_parts.instance(problem, mask, score, info) or cuda_fp.instance(problem, mask, score, info)
     flat = is_flat(problem)
-    tile = tile_for(d, dv, mask, score, load, problem.paged, flat, info)
+    rows = page_rows(problem, load) if problem.paged else 0
+    tile = tile_for(d, dv, mask, score, load, rows, flat, info)
     if tile is None:
         return None
-    return Instance(name_of(problem.q.dtype), name_of(problem.out_dtype), d, dv, tile, mask, score, load, problem.paged, flat)
+    return Instance(name_of(problem.q.dtype), name_of(problem.out_dtype), d, dv, tile, mask, score, load, rows, flat)
 
 
 def is_flat(problem: Problem) -> bool:
@@ -164,14 +169,19 @@ def is_flat(problem: Problem) -> bool:
     return unknown and name_of(problem.q.dtype) in TYPES
 
 
-def tile_for(d: int, dv: int, mask: int, score: int, load: int, paged: bool, flat: bool, info: device.DeviceInfo) -> Tile | None:
+def page_rows(problem: Problem, load: int) -> int:
+    """Keys that prefill_fa2 finds by one address, in pages of multiples of so many; in other pages, and for narrow copies, one."""
+    return 16 if problem.page_size % 16 == 0 and load == 16 else 1
+
+
+def tile_for(d: int, dv: int, mask: int, score: int, load: int, page_rows: int, flat: bool, info: device.DeviceInfo) -> Tile | None:
     """The tile of an instance for padded head sizes, or None if none fits the GPU."""
-    lean = score != SCORE_PLAIN or load < 16 or ((paged or flat) and bool(mask & MASK_LEFT))
+    lean = score != SCORE_PLAIN or load < 16 or ((page_rows > 0 or flat) and bool(mask & MASK_LEFT))
     arrays = bool(mask & MASK_ARRAY) + bool(score & SCORE_BIAS) + 2 * bool(score & SCORE_BIAS32)
     if arrays:
-        arrays = min(2, arrays + (paged or load < 16))
-    softcap = score == SCORE_SOFTCAP and load == 16 and not (arrays or paged or flat)
-    return tiles.prefill_fa2(d, dv, bool(mask & (MASK_LEFT | MASK_RIGHT)), lean, info, arrays, softcap, paged)
+        arrays = min(2, arrays + (page_rows > 0 or load < 16))
+    softcap = score == SCORE_SOFTCAP and load == 16 and not (arrays or page_rows or flat)
+    return tiles.prefill_fa2(d, dv, bool(mask & (MASK_LEFT | MASK_RIGHT)), lean, info, arrays, softcap, page_rows)
 
 
 def score_kind(problem: Problem) -> int:
@@ -330,8 +340,9 @@ def with_load(chosen: AnyInstance, load: int, info: device.DeviceInfo) -> AnyIns
         return chosen
     if isinstance(chosen, cuda_fa1.Instance):
         return dataclasses.replace(chosen, load=load)
-    tile = tile_for(chosen.d, chosen.dv, chosen.mask, chosen.score, load, chosen.paged, chosen.flat, info) or chosen.tile
-    return dataclasses.replace(chosen, tile=tile, load=load)
+    rows = chosen.page_rows if load == 16 else min(chosen.page_rows, 1)
+    tile = tile_for(chosen.d, chosen.dv, chosen.mask, chosen.score, load, rows, chosen.flat, info) or chosen.tile
+    return dataclasses.replace(chosen, tile=tile, load=load, page_rows=rows)
 
 
 @contextlib.contextmanager
@@ -367,12 +378,12 @@ def common(arch: str) -> Iterator[Instance]:
     dtypes = ("float16",) if info.cc < (8, 0) else ("float16", "bfloat16")
 
     def make(
-        dtype: str, d: int, mask: int, load: int = 16, score: int = SCORE_PLAIN, out: str | None = None, paged: bool = False,
+        dtype: str, d: int, mask: int, load: int = 16, score: int = SCORE_PLAIN, out: str | None = None, page_rows: int = 0,
         flat: bool = False,
     ) -> Instance:
-        tile = tile_for(d, d, mask, score, load, paged, flat, info)
+        tile = tile_for(d, d, mask, score, load, page_rows, flat, info)
         assert tile is not None
-        return Instance(dtype, out or dtype, d, d, tile, mask, score, load, paged, flat)
+        return Instance(dtype, out or dtype, d, d, tile, mask, score, load, page_rows, flat)
 
     for d in tiles.HEAD_CLASSES:
         for dtype in dtypes:
@@ -390,9 +401,10 @@ def common(arch: str) -> Iterator[Instance]:
             (MASK_RIGHT | MASK_ARRAY, SCORE_BIAS),
         ):
             yield make("float16", d, mask, score=score)
-        yield make("float16", d, MASK_RIGHT, paged=True)
         everything = SCORE_SOFTCAP | SCORE_ALIBI | SCORE_BIAS32
-        yield make("float16", d, MASK_RIGHT | MASK_LEFT | MASK_ARRAY, score=everything, paged=True)
+        for rows in (1, 16):
+            yield make("float16", d, MASK_RIGHT, page_rows=rows)
+            yield make("float16", d, MASK_RIGHT | MASK_LEFT | MASK_ARRAY, score=everything, page_rows=rows)
     if "bfloat16" in dtypes:
         yield make("float16", 64, MASK_LENGTH, out="bfloat16")
 

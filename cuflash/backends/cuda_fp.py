@@ -45,6 +45,10 @@ class Instance(PrefillInstance):
         return [self.kind.lower()]
 
     @property
+    def page_words(self) -> list[str]:
+        return ["paged"] * self.paged
+
+    @property
     def arguments(self) -> list[Any]:
         t = self.tile
         real = "Fast32" if self.kind == tiles_fp.TF32 else _REALS[self.dtype]

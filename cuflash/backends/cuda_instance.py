@@ -32,7 +32,7 @@ class PrefillInstance:
     KERNEL: ClassVar[str]  # "prefill_fa2", of prefill_fa2.cu
     TILES: ClassVar[str]  # the file that counts shared memory as the kernel does
     PARAMS: ClassVar[str] = "PrefillParams"
-    paged = flat = False  # which some kernels have as fields
+    flat = False  # which prefill_fa2 has as a field
     slices = 1  # blocks that share the value columns of the same rows
 
     @property
@@ -48,6 +48,11 @@ class PrefillInstance:
     @property
     def kernel_words(self) -> list[str]:
         """What names say of the kernel, beside its dtype."""
+        return []
+
+    @property
+    def page_words(self) -> list[str]:
+        """What names say of pages."""
         return []
 
     @property
@@ -68,7 +73,7 @@ class PrefillInstance:
         words = [self.KERNEL, SHORT_TYPES[self.dtype], *self.kernel_words, heads, *self.tile_words]
         words += [f"to_{SHORT_TYPES[self.out]}"] * (self.out != self.dtype)
         words += kind_words(self.mask, self.score)
-        words += ["paged"] * self.paged + ["flat"] * self.flat
+        words += self.page_words + ["flat"] * self.flat
         if self.load != 16:
             words.append("strided" if self.load == ITEMSIZE[self.dtype] else f"load{self.load}")
         return "_".join(words)

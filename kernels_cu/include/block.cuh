@@ -33,21 +33,21 @@ template <class C> struct Block {
 
     __device__ __forceinline__ KeyRange keys() const { return {visible.begin, visible.end}; }
 
-    __device__ __forceinline__ void load_k(int thread, int tile) const {
-        if (tile >= first) kv.load_k(thread, smem, K_smem(tile), tile, keys());
+    __device__ __forceinline__ void load_k(const typename KeysValues<C>::KRuns& runs, int thread, int tile) const {
+        if (tile >= first) kv.load_k(runs, thread, smem, K_smem(tile), tile, keys());
         copies_commit();
     }
 
     // Of a tile, the values come after the keys.
-    __device__ __forceinline__ void load_v(int thread, int tile) const {
-        if (tile >= first) kv.load_v(thread, smem, V_smem(tile), tile, keys());
+    __device__ __forceinline__ void load_v(const typename KeysValues<C>::VRuns& runs, int thread, int tile) const {
+        if (tile >= first) kv.load_v(runs, thread, smem, V_smem(tile), tile, keys());
         copies_commit();
     }
 
     __device__ __forceinline__ void start(int thread) {
         kv.start(thread, smem, last, keys(), position, careful);
-        load_k(thread, last);
-        if (C::STAGES == 2) load_v(thread, last);
+        load_k(kv.read_k(thread, smem, last), thread, last);
+        if (C::STAGES == 2) load_v(kv.read_v(thread, smem, last), thread, last);
         else kv.prefetch_v(thread, last, keys());
     }
 
@@ -91,14 +91,15 @@ template <class C> struct Block {
 
     // Wait for K (with 2 stages, also for V) of a tile, and load what takes the place of the tile before.
     __device__ __forceinline__ void begin(int thread, int tile) {
-        arrive(thread, tile, C::STAGES == 2);
         if constexpr (C::STAGES == 1) {
-            load_v(thread, tile);
-        } else if constexpr (C::PAGED) {
-            if (tile > first) kv.load(thread, smem, K_smem(tile - 1), V_smem(tile - 1), tile - 1, keys());
-            copies_commit();
+            const auto v_runs = kv.read_v(thread, smem, tile);
+            arrive(thread, tile, false);
+            load_v(v_runs, thread, tile);
         } else {
-            load_k(thread, tile - 1), load_v(thread, tile - 1);
+            const auto k_runs = kv.read_k(thread, smem, tile - 1);
+            const auto v_runs = kv.read_v(thread, smem, tile - 1);
+            arrive(thread, tile, true);
+            load_k(k_runs, thread, tile - 1), load_v(v_runs, thread, tile - 1);
         }
     }
 
@@ -107,9 +108,10 @@ template <class C> struct Block {
         if (C::STAGES == 2) {
             exchange();
         } else {
-            kv.template look_ahead<1>(thread, smem, tile, keys());
+            kv.template look_ahead<true>(thread, smem, tile, keys());
+            const auto k_runs = kv.read_k(thread, smem, tile - 1);
             arrive(thread, tile, true);
-            load_k(thread, tile - 1);
+            load_k(k_runs, thread, tile - 1);
         }
     }
 
@@ -118,7 +120,7 @@ template <class C> struct Block {
         if (C::GROUPS > 1) block_barrier<C::THREADS>();
     }
 
-    __device__ __forceinline__ void end(int thread, int tile) { kv.template look_ahead<2>(thread, smem, tile, keys()); }
+    __device__ __forceinline__ void end(int thread, int tile) { kv.template look_ahead<false>(thread, smem, tile, keys()); }
 
     // A tile that this warp has no use for, but others have.
     __device__ __forceinline__ void pass(int thread, int tile) {
