@@ -179,8 +179,8 @@ template <class C> __device__ __forceinline__ void prefill_fa1(const PrefillPara
         for (int tile = block.last; tile >= block.first; --tile) {
             const int thread = thread_index();  // what follows from it is worked out anew: registers are scarce
             float S_rmem[C::MT][C::NT][4], part_rmem[C::MT][C::OT][4] = {};
-            block.load_k(thread, tile);
-            block.load_v(thread, tile);
+            block.load_k({}, thread, tile);
+            block.load_v({}, thread, tile);
             copies_wait<1>();
             __syncthreads();  // K is there, and Q
             split.weigh(p, block, thread, tile, S_rmem);
