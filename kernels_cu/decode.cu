@@ -69,7 +69,7 @@ struct Decode {
         if constexpr (WGMMA) block_barrier<WORKERS, 1>();
         else __syncthreads();
     }
-    static constexpr int PARTS_AT_ONCE = DV > 128 ? 8 : 16;  // when they are merged: within the registers
+    static constexpr int PARTS_AT_ONCE = DV > 128 || CUFLASH_ARCH >= 1000 ? 8 : 16;  // when they are merged: within the registers
     static_assert((TURNED ? SCALED && ROW_WARPS == 1 : MT * 16 * ROW_WARPS == M) && KEYS % 16 == 0 && DV % 32 == 0 && STAGES >= 2, "");
 };
 
