@@ -123,13 +123,13 @@ def suits(problem: Problem) -> bool:
 
 
 def copy_bytes(problem: Problem) -> int:
-    """The widest copy, 16, 8, 4 or 2 bytes. With 16, rows of pages are found by their offset from the first one, in 32 bits."""
+    """The widest copy, 16, 8, 4 or 2 bytes. With 16, rows in pages are found by their offset, in 32 bits."""
     load = structs.copy_bytes((problem.q, problem.k, problem.v))
     if not problem.paged:
         return load
     scales = [a for a in (problem.k_scale, problem.v_scale) if a is not None and a.by_token]
     for a, unit in ((problem.k, 16), (problem.v, 16), *((a, 4) for a in scales)):
-        steps = [(n - 1) * stride for n, stride in zip(a.shape[:2], a.strides, strict=False) if n > 1]
+        steps = [(n - 1) * stride for n, stride in zip(a.shape[:3], a.strides, strict=False) if n > 1]
         if min(steps, default=0) < 0 or sum(steps) >= unit << 32:
             return min(load, 8)
     return load

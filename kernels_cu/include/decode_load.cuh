@@ -103,7 +103,7 @@ template <class C> struct Loader {
         const int thread = C::load_thread();
         const KeyRange range = next.range;
         if constexpr (C::SHARES) {
-            share.load(p, stage_smem, key(), range);
+            share.load(p, stage_smem, key(), range, head_kv);
         } else {
             k.load(k_pages, thread, stage_smem, key(), range.begin, range.end);
             if constexpr (SAME_ROWS) v.load(k_pages, thread, stage_smem + C::V_SMEM, key(), range.begin, range.end);
@@ -157,6 +157,6 @@ template <class C> struct Loader {
     __device__ __forceinline__ void find_head() {
         head_kv = more() ? int(quotient(head(), p.row_blocks)) : 0;
         if constexpr (C::SHARES)
-            if (more()) share.begin(p, next.batch, head_kv);
+            if (more()) share.begin(p, next.batch);
     }
 };

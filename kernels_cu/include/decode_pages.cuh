@@ -1,7 +1,6 @@
 // How decode.cu copies tiles of keys and values out of pages, 16 bytes at a time. C is the configuration of decode.cu.
 //
 // Each warp has a share of a tile's rows. One lane looks up one row, whatever the page size, and tells the lanes that copy it where it lies.
-// What is the same for all tiles of a part stays in registers.
 #include "include/decode_params.cuh"
 #include "include/paged.cuh"
 
@@ -10,17 +9,13 @@ template <class Tile, int ROWS, u32 BAD> struct SharedTile {
     static constexpr int PASS = 32 / Tile::CHUNKS, PASSES = (ROWS + PASS - 1) / PASS;  // rows that the lanes cover at a time
     static_assert(PASS % 8 == 0 || (PASS == 4 && Tile::BLOCK == 64), "pass_smem() knows how the swizzle changes");
 
-    // The lane's chunk of row 0 of page 0.
-    static __device__ __forceinline__ const u16* first(const void* base, const Strides& s, int head, u32 lane) {
-        return static_cast<const u16*>(base) + head * s.head + lane % Tile::CHUNKS * 8;
-    }
-
-    // The share begins with `row` of the tile. The row of the lane's key lies `offset` times 16 bytes behind the first one, if it is here and its
-    // page is good. whole: this is so in all lanes.
+    // The share begins with `row` of the tile. The row of the lane's key lies `offset` times 16 bytes behind the array's beginning, if it is here
+    // and its page is good. whole: this is so in all lanes.
     static __device__ __forceinline__ void load(
-        const u16* first, u32 lane, u32 tile_smem, u32 row, int columns, u32 offset, bool here, bool good, bool whole
+        const void* base, u32 lane, u32 tile_smem, u32 row, int columns, u32 offset, bool here, bool good, bool whole
     ) {
         const u32 own = lane / Tile::CHUNKS, column = lane % Tile::CHUNKS * 8, dst = tile_smem + Tile::offset(row + own, column / 8);
+        const u16* first = static_cast<const u16*>(base) + column;
         if (whole) {
 #pragma unroll
             for (int pass = 0; pass < PASSES; ++pass)
@@ -68,28 +63,18 @@ template <class Tile, int ROWS, u32 BAD> struct SharedTile {
 // Nothing, where keys and values are not copied so.
 template <class C, bool SHARES = C::SHARES> struct PageShare {};
 
-// The thread's part in it. Offsets from the first row have 32 bits: the planner sees to that.
+// The thread's part in it. Offsets have 32 bits: the planner sees to that.
 template <class C> struct PageShare<C, true> {
     static constexpr int ROWS = C::N / (C::THREADS / 32);
     using K = SharedTile<typename C::KTile, ROWS, 0x7fff7fffu>;  // NaN in both types
     using V = SharedTile<typename C::VTile, ROWS, 0>;
     static_assert(ROWS <= 32, "a lane has one key");
 
-    const u16 *k_gmem, *v_gmem;
-    const float *k_scale_gmem, *v_scale_gmem;  // of row 0
     const i32* entries_gmem;
     i32 entry;    // of the page table, for the lane's key of the tile that comes next; -1 if that is not read
     u32 in_page;  // the key's place there
 
-    __device__ __forceinline__ void begin(const DecodeParams& p, int batch, int head) {
-        k_gmem = K::first(p.k, p.k_stride, head, lane());
-        v_gmem = V::first(p.v, p.v_stride, head, lane());
-        entries_gmem = p.page_table + i64(batch) * p.max_pages;
-        if constexpr (C::SCALED) {
-            k_scale_gmem = p.k_scale + head * p.k_scale_stride.head;
-            v_scale_gmem = p.v_scale + head * p.v_scale_stride.head;
-        }
-    }
+    __device__ __forceinline__ void begin(const DecodeParams& p, int batch) { entries_gmem = p.page_table + i64(batch) * p.max_pages; }
 
     // Of the tile from `key` on, the keys in the range are read.
     __device__ __forceinline__ void look_up(const DecodeParams& p, int key, const KeyRange& range) {
@@ -98,16 +83,16 @@ template <class C> struct PageShare<C, true> {
         entry = here(key, range) ? entries_gmem[place] : -1;
     }
 
-    __device__ __forceinline__ void load(const DecodeParams& p, u32 stage_smem, int key, const KeyRange& range) const {
-        const bool good = u32(entry) < u32(p.pages), whole = !__any_sync(0xffffffffu, !good && lane() < ROWS);
-        K::load(k_gmem, lane(), stage_smem, row(), p.head_dim / C::PACK, good ? offset(p.k_stride, 3) : 0, here(key, range), good, whole);
-        V::load(
-            v_gmem, lane(), stage_smem + C::V_SMEM, row(), p.head_dim_v / C::PACK, good ? offset(p.v_stride, 3) : 0, here(key, range), good, whole);
+    __device__ __forceinline__ void load(const DecodeParams& p, u32 stage_smem, int key, const KeyRange& range, int head) const {
+        const bool good = u32(entry) < u32(p.pages), whole = !__any_sync(0xffffffffu, !good && lane() < ROWS), own = here(key, range);
+        const u32 k = good ? offset(p.k_stride, head, 3) : 0, v = good ? offset(p.v_stride, head, 3) : 0;
+        K::load(p.k, lane(), stage_smem, row(), p.head_dim / C::PACK, k, own, good, whole);
+        V::load(p.v, lane(), stage_smem + C::V_SMEM, row(), p.head_dim_v / C::PACK, v, own, good, whole);
         if constexpr (C::SCALED) {
             if (ROWS == 32 || lane() < ROWS) {
                 const u32 to = stage_smem + C::SCALES_SMEM + 4 * (row() + lane());
-                load_scale(to, k_scale_gmem, p.k_scale, p.k_scale_stride, p.k_factor, good);
-                load_scale(to + 4 * C::N, v_scale_gmem, p.v_scale, p.v_scale_stride, p.v_factor, good);
+                load_scale(to, p.k_scale, p.k_scale_stride, head, p.k_factor, good);
+                load_scale(to + 4 * C::N, p.v_scale, p.v_scale_stride, head, p.v_factor, good);
             }
         }
     }
@@ -122,12 +107,12 @@ template <class C> struct PageShare<C, true> {
     }
 
     // Of the lane's key, in 2^shift elements.
-    __device__ __forceinline__ u32 offset(const Strides& s, int shift) const {
-        return u32(entry) * u32(s.batch >> shift) + in_page * u32(s.row >> shift);
+    __device__ __forceinline__ u32 offset(const Strides& s, int head, int shift) const {
+        return u32(entry) * u32(s.batch >> shift) + in_page * u32(s.row >> shift) + u32(head) * u32(s.head >> shift);
     }
 
-    __device__ __forceinline__ void load_scale(u32 to, const float* first, const float* given, const Strides& s, float factor, bool good) const {
-        if (given) copy_or_zero<4>(to, first + u64(good ? offset(s, 0) : 0), good);
+    __device__ __forceinline__ void load_scale(u32 to, const float* scales, const Strides& s, int head, float factor, bool good) const {
+        if (scales) copy_or_zero<4>(to, scales + u64(good ? offset(s, head, 0) : 0), good);
         else store_smem(to, __float_as_uint(factor));
     }
 };
