@@ -143,6 +143,7 @@ def attention(
                 "num_splits": num_splits, "batch_invariant": batch_invariant, "out_dtype": out_dtype, "kernel": kernel,
                 "backend": backend, "kv_start": kv_start, "k_scale": k_scale, "v_scale": v_scale,
             },
+            op="attention",
         )
         results = warm_decode.run(signed, out, lse, return_lse, stream)
         if results is not None:

@@ -52,7 +52,7 @@ class Signed(NamedTuple):
 
 def signature(
     q: Any, k: Any, v: Any, kv_lengths: Any, page_table: Any, layout: Any, options: dict[str, Any], *, k_new: Any = None,
-    v_new: Any = None, rope: Any = None, cache_batch_index: Any = None,
+    v_new: Any = None, rope: Any = None, cache_batch_index: Any = None, op: str = "decode",
 ) -> Signed | None:
     """A call that may be warm; None if more than its lengths is not on a device, or if it has options that have no signature.
 
@@ -84,7 +84,7 @@ def signature(
         lie.append(lies)
     # How wide the kernel's copies are depends on the address of each; `key_of` has the three in one.
     aligned = tuple(a.data.ptr % arrays.ALIGNMENT for a in (q, k, v))
-    return Signed((own, style, page_table is None, aligned, numbers, *lie), given, of_host)
+    return Signed((op, own, style, page_table is None, aligned, numbers, *lie), given, of_host)
 
 
 def run(signed: Signed | None, out: Any, lse: Any, return_lse: Any, stream: Any) -> Any:

@@ -82,7 +82,6 @@ def parts_runs() -> Iterator[Run]:
         "causal-pages-window": case("", "2,5,300,4,2,16", causal, fixed(window=(90, 0), num_splits=3), page_size=16, kv_lengths=(300, 65)),
         "tree": case("", "2,6,300,4,2,16", tree, fixed(num_splits=3)),
         "more-parts-than-tiles": case("", "2,3,100,4,2,16", causal, fixed(num_splits=500), kv_lengths=(100, 0)),
-        "invariant": case("", "2,3,1300,2,1,16", causal, fixed(batch_invariant=True), kv_lengths=(1300, 3)),
         "two-blocks-of-rows": case("", "1,140,300,2,1,16", causal, fixed(num_splits=3)),
         "out-float16": case("", "1,1,300,2,1,20", fixed(out_dtype=F16, num_splits=3)),
     }
@@ -216,8 +215,8 @@ def test_long_rows_of_one_sign(emulator, gpu):
 
 
 def computed(emulator: emulate.Emulator, gpu: device.DeviceInfo, *arrays: np.ndarray, **options: Any) -> tuple[np.ndarray, np.ndarray]:
-    """out and lse."""
-    problem = problems.build_attention(*arrays, **options)
+    """out and lse, as of decode()."""
+    problem = problems.build_attention(*arrays, **options).replace(op="decode")
     out, lse = np.full(problem.out_shape, np.nan, problem.out_dtype), np.full(problem.lse_shape, np.nan, problem.compute_dtype)
     emulator.run(problems.with_outputs(problem, out, lse, True, "BSHD", 4)[0], gpu)
     return out, lse
@@ -242,6 +241,26 @@ def test_a_row_does_not_depend_on_its_neighbours(emulator, dtype, gpu, queries):
         for name, one, others, of_pages in zip(("out", "lse"), alone, whole, paged, strict=True):
             compare.assert_same_bits(one[0], others[b], f"{name} of sequence {b}")
             compare.assert_same_bits(one[0], of_pages[b], f"{name} of sequence {b} in pages")
+
+
+@pytest.mark.parametrize(("dtype", "gpu"), [(F32, H200), (F64, T4)], ids=str)
+def test_packed_rows_are_those_of_padded_ones(emulator, dtype, gpu):
+    """Case 21: with batch_invariant, attention() of one query and attention_varlen() among longer ones give the same bits."""
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal((1, n, h, 16)).astype(dtype) for n, h in ((1, 4), (900, 2), (900, 2)))
+    found = []
+    for plain in (
+        problems.build_attention(q, k, v, batch_invariant=True),
+        problems.build_varlen(
+            np.concatenate([q[0].repeat(70, 0), q[0]]), np.concatenate([k[0, :3], k[0]]), np.concatenate([v[0, :3], v[0]]), [0, 70, 71],
+            [0, 3, 903], batch_invariant=True,
+        ),
+    ):
+        out, lse = np.full(plain.out_shape, np.nan, dtype), np.full(plain.lse_shape, np.nan, dtype)
+        emulator.run(problems.with_outputs(plain, out, lse, True, "BSHD", out.ndim)[0], gpu)
+        found.append((out.reshape(-1, 4, 16)[-1], lse.reshape(4, -1)[:, -1].copy()))
+    for name, one, other in zip(("out", "lse"), *found, strict=True):
+        compare.assert_same_bits(one, other, name)
 
 
 @pytest.mark.parametrize("width", [np.int32, np.int64])

@@ -20,10 +20,11 @@ H200 = device.KNOWN["H200"]
 
 
 def problem(
-    batch: int = 1, queries: int = 1, keys: int = 4096, heads: int = 32, kv_heads: int = 8, d: int = 64, dtype: Any = F32, **options: Any,
+    batch: int = 1, queries: int = 1, keys: int = 4096, heads: int = 32, kv_heads: int = 8, d: int = 64, dtype: Any = F32,
+    op: Any = "attention", **options: Any,
 ) -> Problem:
     q, k = (np.broadcast_to(np.zeros((), dtype), (batch, n, h, d)) for n, h in ((queries, heads), (keys, kv_heads)))
-    return build_attention(q, k, k, **options)
+    return build_attention(q, k, k, **options).replace(op=op)
 
 
 def planned(asked: Problem, gpu: device.DeviceInfo = H200) -> Plan:
@@ -89,13 +90,15 @@ def test_parts_that_are_asked_for():
 
 def test_batch_invariant_parts_do_not_know_the_batch():
     """Nor the capacity: a part has the same tiles, and a sequence of the same length as many parts."""
+    asked: dict[str, Any] = {"op": "decode", "batch_invariant": True}
     for queries in (1, 5, 64):
-        tile = planned(problem(queries=queries, batch_invariant=True)).tile
-        found = {split(queries=queries, batch=batch, batch_invariant=True).parts for batch in (1, 7, 1000)}
-        least = {split(queries=queries, keys=keys, batch_invariant=True).least for keys in (1, 4096, 10**6)}
+        tile = planned(problem(queries=queries, **asked)).tile
+        found = {split(queries=queries, batch=batch, **asked).parts for batch in (1, 7, 1000)}
+        least = {split(queries=queries, keys=keys, **asked).least for keys in (1, 4096, 10**6)}
         assert found == {4096 // cuda_decode.INVARIANT_KEYS} and least == {cuda_decode.INVARIANT_KEYS // tile[1]}
-    assert split(batch_invariant=True, keys=10**6).parts == cuda_decode.INVARIANT_PARTS
-    assert split(queries=65, batch_invariant=True) is split(queries=65, batch=64, batch_invariant=True) is None
+    assert split(keys=10**6, **asked).parts == cuda_decode.INVARIANT_PARTS
+    assert split(queries=65, **asked) is split(queries=65, batch=64, **asked) is None
+    assert split(batch_invariant=True) is split(queries=5, batch=64, batch_invariant=True) is None, "packed calls have the same bits"
 
 
 def test_what_is_not_split_says_so():
@@ -113,7 +116,7 @@ def test_workspace_and_words():
     assert plan.num_splits == 5 and plan.workspace == 5 * 2 * 3 * 32 * (64 * 8 + 16)
     assert "3 queries" in plan.reason and "up to 5 parts" in plan.reason and "320 blocks" in plan.reason
     assert "4 query heads of a key/value head" in planned(problem()).reason
-    assert "by its own length alone" in planned(problem(batch_invariant=True)).reason
+    assert "by its own length alone" in planned(problem(batch_invariant=True, op="decode")).reason
 
 
 def test_names_are_distinct():
@@ -165,3 +168,23 @@ def test_a_capture_has_a_workspace_of_its_own(gpu):
     gpu.capturing = True
     same(cuflash.attention(*on_gpu), cuflash.attention(*arrays, backend="reference"))
     assert len(gpu.freed) == 1 and not gpu.allocated
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [F32, F64], ids=str)
+@pytest.mark.parametrize("queries", [1, 5])
+def test_batch_invariant_decode_on_a_gpu(dtype, queries):
+    """The same bits alone, in a smaller cache, cold and warm."""
+    import cupy
+
+    rng = np.random.default_rng(queries)
+    q, k, v = (cupy.asarray(rng.standard_normal((40, n, h, 64)).astype(dtype)) for n, h in ((queries, 8), (3000, 2), (3000, 2)))
+    lengths = rng.integers(0, 3001, 40)
+    options = {"causal": True, "batch_invariant": True, "return_lse": True}
+    for _ in range(2):
+        together = cuflash.decode(q, k, v, lengths, **options)
+        for b in (0, 17, 39):
+            n = max(1, int(lengths[b]))
+            alone = cuflash.decode(*(x[b : b + 1] for x in (q, k[:, :n], v[:, :n])), lengths[b : b + 1], **options)
+            for one, several in zip(alone, together, strict=True):
+                assert np.array_equal(one.get()[0], several.get()[b])

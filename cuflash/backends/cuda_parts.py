@@ -93,8 +93,8 @@ def instance(problem: Problem, mask: int, score: int, info: DeviceInfo) -> Insta
 def _wanted(problem: Problem, chosen: Instance, info: DeviceInfo) -> bool:
     if problem.num_splits is not None:
         return problem.num_splits > 1 or few(problem)
-    if problem.batch_invariant:  # the batch must not decide
-        return problem.seqlen_q <= cuda_decode.MOST_QUERIES
+    if problem.batch_invariant:  # the batch must not decide; and attention() has the bits of attention_varlen(), whose keys stay whole
+        return problem.op == "decode" and problem.seqlen_q <= cuda_decode.MOST_QUERIES
     return few(problem) or packs(problem) or _idles(problem, chosen, info)
 
 
@@ -110,7 +110,7 @@ def why_whole(problem: Problem, chosen: cuda_fp.Instance, info: DeviceInfo) -> s
         return ""
     if problem.varlen:
         return "; keys of packed sequences are not split"
-    return f"; keys are not split, as batch_invariant splits those of at most {cuda_decode.MOST_QUERIES} queries"
+    return f"; keys are not split, as batch_invariant splits those of decode() with at most {cuda_decode.MOST_QUERIES} queries"
 
 
 def blocks(problem: Problem, chosen: cuda_fp.Instance) -> int:
