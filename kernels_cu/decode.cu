@@ -6,22 +6,23 @@
 // softmax of their own, and meet only where a part ends; where they load for each other, a tile costs one barrier. STAGES - 1 tiles are
 // under way meanwhile: at 4.8 TB/s and a latency of 1 us, each of 132 multiprocessors needs 36 KiB of them at least.
 #include "include/decode_finish.cuh"
+#include "include/decode_groups.cuh"
 #include "include/decode_load.cuh"
-#include "include/decode_wgmma.cuh"
 #include "include/early.cuh"
 
 // What an instance fixes. ROW_WARPS: they share the rows, and the others of WARPS the keys. ONE: there is one query. MERGES: the last
 // block merges the parts. LOAD: see TileLoader. WGMMA: it is warpgroups that multiply, see decode_wgmma.cuh.
-// Kv: the type of keys and values, In or E4m3.
+// Kv: the type of keys and values, In or E4m3. PAIRED: two blocks in a row are a cluster, and have the two parts of a (sequence, head).
 template <
     class In_, class Out_, int DQK_, int DV_, int M_, int N_, int WARPS_, int ROW_WARPS_, int STAGES_, int LOAD_, int MASK_, int SCORE_,
-    bool ONE_, bool PAGED_, bool MERGES_, bool Q_IN_RMEM_, bool WGMMA_, class Kv_ = In_>
+    bool ONE_, bool PAGED_, bool MERGES_, bool Q_IN_RMEM_, bool WGMMA_, class Kv_ = In_, bool PAIRED_ = false>
 struct Decode {
     using In = In_;
     using Out = Out_;
     using Kv = Kv_;
     static constexpr int DQK = DQK_, DV = DV_, M = M_, N = N_, STAGES = STAGES_, LOAD = LOAD_, MASK = MASK_, SCORE = SCORE_;
     static constexpr bool ONE = ONE_, PAGED = PAGED_, MERGES = MERGES_, Q_IN_RMEM = Q_IN_RMEM_, WGMMA = WGMMA_, HIDES = false;
+    static constexpr bool PAIRED = PAIRED_;
     static constexpr bool ARRAY = (MASK & MASK_ARRAY) != 0;
     static constexpr bool CUTS = ARRAY || (!ONE && (MASK & MASK_BAND) != 0);  // rows may see different keys
     static constexpr bool TURNED = M == 8;  // queries are the columns of the products; of e4m3 alone
@@ -71,6 +72,7 @@ struct Decode {
     }
     static constexpr int PARTS_AT_ONCE = DV > 128 || CUFLASH_ARCH >= 1000 ? 8 : 16;  // when they are merged: within the registers
     static_assert((TURNED ? SCALED && ROW_WARPS == 1 : MT * 16 * ROW_WARPS == M) && KEYS % 16 == 0 && DV % 32 == 0 && STAGES >= 2, "");
+    static_assert(!PAIRED || (WGMMA && 4 * M * DV <= ALL_Q_SMEM && 8 * M <= QTile::BYTES), "");
 };
 
 // All warps load and work, tile by tile.
@@ -120,6 +122,6 @@ template <class C> __device__ __forceinline__ void decode_in_step(const DecodePa
 template <class C> __device__ __forceinline__ void decode(const DecodeParams& p, unsigned char* smem_pointer) {
     const u32 smem = smem_address(smem_pointer);
     let_next_kernel_begin();
-    if constexpr (C::WGMMA) wait_for_kernel_before(), decode_in_groups<C>(p, smem);
+    if constexpr (C::WGMMA) decode_in_groups<C>(p, smem);
     else decode_in_step<C>(p, smem);
 }

@@ -10,6 +10,7 @@ import pytest
 from case import BF16, DTYPES, F16, F32
 
 import cuflash
+from cuflash.problem import build_attention
 
 pytestmark = pytest.mark.gpu
 
@@ -241,3 +242,18 @@ def test_each_call_waits_for_the_one_before(keys, heads, captured):
         stream.synchronize()
     for n, (mine, others) in enumerate(zip(got, want, strict=True)):
         assert bool((mine.view(np.uint16) == others.view(np.uint16)).all()), f"call {n}"
+
+
+@pytest.mark.parametrize("d", [64, 128])
+def test_two_blocks_merge_in_their_shared_memory(d):
+    """As many sequences as there are pairs of multiprocessors, each cut into two equal parts; rows and keys left over."""
+    import cupy
+
+    batch = cupy.cuda.runtime.getDeviceProperties(0)["multiProcessorCount"] // 2
+    host = [normal(n, batch, *shape, d) for n, shape in enumerate(((1, 70), (333, 1), (333, 1)))]
+    want = compare.expect([build_attention(*host)])
+    for _ in range(2):  # the second call is warm, with other addresses
+        q, k, v = (cupy.asarray(a) for a in host)
+        out, lse = cuflash.attention(q, k, v, kernel="decode", backend="cuda", return_lse=True)
+        compare.assert_close(out.get(), want.out[0], want.out_bound, "out")
+        compare.assert_close(lse.get(), want.lse[0], want.lse_bound, "lse")

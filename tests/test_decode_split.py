@@ -138,6 +138,32 @@ def test_kernel_auto_takes_it_where_reading_is_what_takes_the_time():
     assert cuda.auto_kernels(build_varlen(q, q, q, [0, 4], [0, 4])) == ("fa2",)
 
 
+def test_two_blocks_that_merge_in_their_shared_memory():
+    """Where all sequences are cut into two equal parts; nothing goes through global memory then."""
+
+    def paired(gpu: device.DeviceInfo = H200, **sizes: Any) -> bool:
+        given = {"heads": 128, "kv_heads": 1, "batch": 64} | sizes
+        asked = problem(**given)
+        q, k = (np.empty(a.shape, a.dtype) for a in (asked.q, asked.k))  # strides that the tile of warpgroups takes
+        options = {name: given[name] for name in given.keys() - {"heads", "kv_heads", "batch", "keys", "d", "queries"}}
+        asked = build_attention(q, k, k, **options)
+        chosen, how = cuda_decode.plan(asked, cuda.instance(asked, gpu, "decode"), gpu).extra
+        if chosen.paired:
+            assert len(list(cuda_decode.steps(asked, chosen, how))) == 1 and cuda_decode.workspace(asked, chosen, how).total == 0
+            assert how.grid == 2 * asked.batch * asked.heads_kv * how.row_blocks and "pairs" in chosen.name
+            assert how.parts == 2 and "two blocks merge" in cuda_decode.why(asked, chosen, how)
+        return chosen.paired
+
+    assert [batch for batch in (16, 32, 50, 63, 64, 65, 66, 67, 128) if paired(batch=batch)] == [64, 65, 66]
+    assert paired(batch=22, heads=384, kv_heads=3) and paired(batch=33, heads=200) and paired(heads=70, d=64)
+    assert paired(keys=193) and not paired(keys=192) and not paired(keys=0)
+    cuts = {"kv_lengths": [8192] * 64}, {"kv_start": [0] * 64}, {"num_splits": 2}, {"batch_invariant": True}
+    assert not any(paired(**cut) for cut in cuts)
+    assert not paired(window=(100, 0)) and not paired(heads=64) and not paired(queries=2)
+    assert not paired(device.KNOWN["A100"]) and not paired(device.KNOWN["B200"])
+    assert paired(causal=True)  # one query at the end of its keys sees them all
+
+
 def test_declines_have_a_reason():
     assert "float32" in cuda.decline(problem(dtype=F32), "decode")
     assert "bias" in cuda.decline(problem(bias=np.zeros(8192, F16)), "decode")

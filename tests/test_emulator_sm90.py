@@ -126,13 +126,15 @@ def emulator(tmp_path_factory):
     made.close()
 
 
-def run(emulator, library, which: int, threads: int, a: np.ndarray, b: np.ndarray, outputs: int) -> np.ndarray:
+def run(
+    emulator, library, which: int, threads: int, a: np.ndarray, b: np.ndarray, outputs: int, blocks: int = 1, cluster: int = 1,
+) -> np.ndarray:
     result = np.full(outputs, np.nan, np.float32)
     memory = {name: Guarded(arrays.view(x, name), "end") for name, x in (("a", a), ("b", b))}
     memory["output"] = Guarded(arrays.view(result, "output"), "end", writable=True)
     params = np.zeros(1, PARAMS)
     params[0] = which, b.nbytes, *(memory[name].view.pointer for name in ("a", "b", "output"))
-    emulator.execute(library, params, 1, threads, SHARED, memory)
+    emulator.execute(library, params, blocks, threads, SHARED, memory, cluster)
     memory["output"].write_back()
     return result
 
@@ -265,3 +267,55 @@ def test_faults_of_a_ring_are_found(ring, which):
     with pytest.raises(emulate.EmulationError, match=RING_FAULTS[which]):
         ring(which)
     np.testing.assert_allclose(ring(0)[32:], ring.want, rtol=1e-5)
+
+
+# ---- clusters of blocks -------------------------------------------------------------------------------------------------
+
+# Each of two blocks reads what the other one has written; which: 0, or what is done wrong.
+CLUSTER = """
+extern "C" __global__ void probe(const __grid_constant__ Probe p) {
+    extern __shared__ __align__(1024) unsigned char smem[];
+    const u32 base = smem_address(smem), rank = cluster_rank(), other = cluster_address(base, rank ^ 1);
+    const int i = threadIdx.x, which = p.which;
+    for (int n = 0; n < 4; ++n) store_smem(base + 16 * i + 4 * n, p.a[blockIdx.x * 128 + 4 * i + n]);
+    if (which != 1) cluster_barrier();
+    if (which == 2 && rank == 0) return;
+    const float4 x = load_cluster_16(other + 16 * (i ^ 1));
+    const float2 y = load_cluster_8(cluster_address(base, which == 3 ? 2 : rank) + 16 * i);
+    p.output[blockIdx.x * 32 + i] = x.x + x.y + x.z + x.w + y.x + y.y;
+    if (which == 4 && rank == 1) return;
+    cluster_barrier();
+    if (which == 5) store_smem(base + 16 * i, 0u), load_cluster_8(other + 16 * i);
+}
+"""
+CLUSTER_FAULTS = {
+    1: r"race: (ld.shared::cluster reads|st.shared writes) shared memory at \d+, thread \d+ (wrote|read) it",
+    2: r"ld.shared::cluster reads shared memory at \d+ of a block that has ended",
+    3: r"ld.shared::cluster: out of bounds",
+    4: r"deadlock: it waits at barrier.cluster, and thread \d+ has left the kernel",
+    5: r"race: (ld.shared::cluster reads|st.shared writes) shared memory at \d+, thread \d+ (wrote|read) it",
+}
+
+
+@pytest.fixture(scope="module")
+def cluster(emulator):
+    library = emulator.compile(jit.assemble(jit.Source("include/async.cuh", HEAD + CLUSTER, "probe")), "probe", "Probe", 900)
+    numbers = np.random.default_rng(0).standard_normal((4, 32, 4)).astype(np.float32)
+    order = (np.arange(4) ^ 1)[:, None], np.arange(32) ^ 1
+
+    def tried(which: int) -> np.ndarray:
+        return run(emulator, library, which, 32, numbers.view(np.uint32).ravel(), np.zeros(4, np.uint32), 128, blocks=4, cluster=2)
+
+    tried.want = (numbers[order].sum(axis=-1) + numbers[..., :2].sum(axis=-1)).ravel()
+    return tried
+
+
+def test_blocks_of_a_cluster_read_each_others_memory(cluster):
+    np.testing.assert_allclose(cluster(0), cluster.want, rtol=1e-5)
+
+
+@pytest.mark.parametrize("which", CLUSTER_FAULTS)
+def test_faults_of_a_cluster_are_found(cluster, which):
+    with pytest.raises(emulate.EmulationError, match=CLUSTER_FAULTS[which]):
+        cluster(which)
+    np.testing.assert_allclose(cluster(0), cluster.want, rtol=1e-5)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 
 import numpy as np
@@ -10,7 +11,9 @@ from case import BF16, F16, alibi, case, fixed, sinks
 from cuflash.backends import cuda, cuda_decode
 from emulator import emulate
 from test_kernels_emulated import H200
-from test_kernels_emulated_decode import Run, check_that_a_second_kernel_merges_the_same_bits, of_arrays, of_case, poison, setup
+from test_kernels_emulated_decode import (
+    Run, build, check_that_a_second_kernel_merges_the_same_bits, compute, of_arrays, of_case, poison, setup,
+)
 
 EVERYTHING = (fixed(window=(200, 0), softcap=3.0), sinks, alibi())
 
@@ -25,7 +28,9 @@ CASES = (
     case("two-blocks-of-rows", "2,1,200,200,1,64", kv_lengths=(200, 3)),
     case("two-heads", "1,1,300,256,2,64"),
     # Pages.
-    *(case(f"pages-of-{n}", "3,1,200,80,1,64", page_size=n, kv_lengths=(200, 0, 131)) for n in (1, 16, 64)),
+    *(case(f"pages-of-{n}", "3,1,200,80,1,64", page_size=n, kv_lengths=(200, 0, 131)) for n in (1, 16, 48, 64)),
+    case("pages-d72-dv96", "2,1,200,80,1,72,96", page_size=32, kv_lengths=(200, 77), kv_start=(33, 70)),
+    case("pages-long", "2,1,1700,70,1,64", fixed(num_splits=2), page_size=16, kv_lengths=(1700, 1100)),
     case("pages-d128", "2,1,300,128,1,128", page_size=16, kv_lengths=(300, 65)),
     case("pages-strided", "1,1,100,70,1,33", page_size=5, kv_lengths=(61,), strides="every_other"),
     # Logits and keys that are not seen.
@@ -40,6 +45,18 @@ CASES = (
     case("parts-dv", "1,1,1100,70,1,128,64", fixed(num_splits=2)),
     case("invariant", "2,1,1500,256,2,64", fixed(batch_invariant=True), kv_lengths=(1500, 700)),
     case("many-sequences", "24,1,130,66,1,64", kv_lengths=tuple((37 * b) % 131 for b in range(24))),
+)
+
+# Of GPUs with so many multiprocessors: two blocks together, which merge in their shared memory. Tiles that are left over, rows that are,
+# two blocks of rows, several heads at a time and passes over them, other values.
+PAIRS = (
+    (8, case("pairs", "4,1,300,70,1,64")),
+    (8, case("pairs-heads", "2,1,256,256,2,128", *EVERYTHING[1:])),
+    (8, case("pairs-dv", "2,1,300,140,1,128,64")),
+    (8, case("pairs-d96", "4,1,257,128,1,96", *EVERYTHING[1:])),
+    (51, case("pairs-passes", "3,1,260,560,8,64")),
+    (8, case("pairs-strided", "4,1,300,70,1,36")),
+    (8, case("pairs-dv-32", "4,1,300,70,1,128,32")),
 )
 
 
@@ -71,6 +88,7 @@ def hard_runs() -> Iterator[Run]:
 
 
 RUNS = {run.name: run for run in (*(of_case(c, (F16, BF16)[n % 2], H200) for n, c in enumerate(CASES)), *hard_runs())}
+RUNS |= {c.name: of_case(c, F16, dataclasses.replace(H200, multiprocessors=count))._replace(name=c.name) for count, c in PAIRS}
 
 
 @pytest.fixture(scope="module")
@@ -91,6 +109,7 @@ def test_results_and_accesses(emulator, name):
     problem, check = run.build()
     instance, how = setup(problem, run.gpu)
     assert cuda.decline(problem, "decode") is None and instance.tile.wgmma == (instance.load > 2)
+    assert instance.paired == any(c.name == name for _, c in PAIRS)
     poison(problem)
     emulator.run_decode(problem, run.gpu, instance, how, side="start" if len(name) % 2 else "end")
     check()
@@ -100,3 +119,21 @@ def test_results_and_accesses(emulator, name):
 def test_a_second_kernel_merges_the_same_bits(emulator, name):
     (run,) = (RUNS[full] for dtype in ("float16", "bfloat16") if (full := f"{name}-{dtype}-{H200.name}") in RUNS)
     check_that_a_second_kernel_merges_the_same_bits(emulator, run)
+
+
+@pytest.mark.parametrize("page_size", [4, 16, 64])
+def test_bad_pages_are_not_followed(emulator, page_size):
+    """Sequences that see a key of such a page become NaN, others stay as they were."""
+    rng = np.random.default_rng(page_size)
+    slots = 320 // page_size
+    q = rng.standard_normal((4, 1, 70, 64)).astype(F16)
+    k, v = (rng.standard_normal((4 * slots, page_size, 1, 64)).astype(F16) for _ in range(2))
+    table = rng.permutation(4 * slots).reshape(4, slots)
+    options = {"kv_lengths": [320, 300, 320, 200], "window": (200, 0)}
+    right = compute(emulator, build(q, k, v, page_table=table, **options))
+    broken = table.copy()
+    broken[0, 200 // page_size] = 4 * slots  # seen
+    broken[1, 0], broken[3, -1] = -1, 2**31 - 1  # before the window, behind the sequence
+    found = compute(emulator, build(q, k, v, page_table=table, **options).replace(page_table=broken))
+    assert np.isnan(found[0][0]).all() and np.isnan(found[1][0]).all()
+    assert all((a[1:] == b[1:]).all() for a, b in zip(found, right, strict=True))

@@ -41,6 +41,7 @@ class Instance(PrefillInstance):
     paged: bool = False
     merges: bool = True  # the last block to finish merges, else combine.cu
     e4m3: bool = False  # keys and values in float8_e4m3fn, with scales
+    paired: bool = False  # two blocks are a cluster and merge the two parts of a (sequence, head) through their shared memory
 
     KERNEL, TILES, PARAMS = "decode", "tiles_decode.py", "DecodeParams"
 
@@ -60,13 +61,15 @@ class Instance(PrefillInstance):
     def tile_words(self) -> list[str]:
         t = self.tile
         tile = f"m{t.m}n{t.n}w{t.warps}s{t.stages}" + f"r{t.row_warps}" * (t.row_warps > 1)
-        return [tile, *["wgmma"] * t.wgmma, *["several"] * (not self.one), *["parts"] * (not self.merges)]
+        return [tile, *["wgmma"] * t.wgmma, *["several"] * (not self.one), *["parts"] * (not self.merges), *["pairs"] * self.paired]
 
     @property
     def arguments(self) -> list[Any]:
         t = self.tile
         numbers = [self.d, self.dv, t.m, t.n, t.warps, t.row_warps, t.stages, self.load, self.mask, self.score]
         kinds = [self.one, self.paged, self.merges, t.q_registers, t.wgmma, *["E4m3"] * self.e4m3]
+        if self.paired:
+            kinds += [CUDA_TYPES[self.dtype], True]
         return [CUDA_TYPES[self.dtype], CUDA_TYPES[self.out], *numbers, *kinds]
 
     @functools.cached_property
@@ -95,6 +98,7 @@ class Split:
     most_units: int
     slots: int  # for partial results
     parts: int  # of a sequence, about
+    paired: bool = False  # two equal parts, of two blocks that run together
 
     @property
     def grid(self) -> int:
@@ -153,7 +157,7 @@ def plan(problem: Problem, chosen: Instance, info: DeviceInfo) -> Plan:
     """How the keys are split, and who merges the parts."""
     how, t = split(problem, chosen.tile, info), chosen.tile
     merges = 4 * how.parts * min(how.rows, t.m) * chosen.dv <= MERGED_BYTES
-    chosen = dataclasses.replace(chosen, merges=merges)
+    chosen = dataclasses.replace(chosen, merges=merges or how.paired, paired=how.paired)
     return Plan(
         kernel="decode", backend="cuda", reason=f"{why(problem, chosen, how)} on {info.name}", tile=(t.m, t.n), num_splits=how.parts,
         threads=t.threads, workspace=workspace(problem, chosen, how).total, extra=(chosen, how),
@@ -196,11 +200,16 @@ def split(problem: Problem, tile: DecodeTile, info: DeviceInfo) -> Split:
     elif problem.batch_invariant:
         unit_tiles, most = max(1, INVARIANT_KEYS // tile.n), INVARIANT_PARTS
         units = min(most, -(-longest // unit_tiles))
-    total = max(1, heads // at_once * problem.batch * units)
+    pairs = heads // at_once * problem.batch
+    alike = problem.kv_lengths is None and problem.kv_start is None
+    plain = alike and not most and mask_kind(problem) == MASK_LENGTH
+    if tile.wgmma and plain and longest >= 2 * LEAST_TILES and even(blocks // at_once, pairs) == 2 * pairs:
+        return Split(rows, row_blocks, at_once, 2 * pairs, 1, 1, 0, 0, 2, True)
+    total = max(1, pairs * units)
     least = 1 if most else LEAST_TILES
     runs = max(1, min(blocks // at_once, total // least))
-    if not most and problem.kv_lengths is None and problem.kv_start is None:  # sequences are alike
-        runs = even(runs, heads // at_once * problem.batch)
+    if not most and alike:
+        runs = even(runs, pairs)
     slots = 0 if runs == 1 and not most else 2 * runs if not most else total if units > 1 else 0
     parts = units if most else max(1, round(runs * longest / total))
     return Split(rows, row_blocks, at_once, runs, least, unit_tiles, most, slots * at_once, parts)
@@ -321,6 +330,7 @@ def why(problem: Problem, chosen: Instance, how: Split) -> str:
     shared = f"{how.rows} rows of {problem.group_size} query heads a key/value head" if how.rows > 1 else "1 row a key/value head"
     parts = f"about {how.parts} parts a sequence" if how.parts > 1 else "sequences whole"
     fixed = ", cut by its own length alone" if how.most_units and problem.num_splits is None else ""
+    fixed = ", which two blocks merge in their shared memory" if how.paired else fixed
     return f"reading K and V is what takes the time: {shared}, keys over {how.grid} blocks, {parts}{fixed}"
 
 
@@ -332,11 +342,11 @@ def common(info: DeviceInfo) -> Iterator[Instance]:
 def _common(info: DeviceInfo) -> Iterator[Instance]:
     def make(
         dtype: str, d: int, rows: int, mask: int = 0, score: int = 0, load: int = 16, one: bool = True, paged: bool = False,
-        out: str | None = None, merges: bool = True, e4m3: bool = False,
+        out: str | None = None, merges: bool = True, e4m3: bool = False, paired: bool = False,
     ) -> Iterator[Instance]:
         tile = tiles_decode.decode(rows, d, d, info, paged, one, itemsize=1 if e4m3 else 2)
         if tile is not None:
-            yield Instance(dtype, out or dtype, d, d, tile, mask, score, load, one, paged, merges, e4m3)
+            yield Instance(dtype, out or dtype, d, d, tile, mask, score, load, one, paged, merges, e4m3, paired)
 
     dtypes = ("float16",) if info.cc < (8, 0) else ("float16", "bfloat16")
     for d in tiles.HEAD_CLASSES:
@@ -350,6 +360,9 @@ def _common(info: DeviceInfo) -> Iterator[Instance]:
         yield from make("float16", d, 16)
         for load in (8, 2):
             yield from make("float16", d, 16, load=load)
+        if info.cc == (9, 0):
+            yield from make(dtypes[-1], d, 128, paged=True, merges=False)
+            yield from make(dtypes[-1], d, 128, paired=True)
         everything = SCORE_SOFTCAP | SCORE_ALIBI
         for rows in (16, 32, 64):
             yield from make("float16", d, rows, MASK_RIGHT | MASK_LEFT | MASK_ARRAY, everything, one=False, paged=True)

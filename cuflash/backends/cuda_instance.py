@@ -34,6 +34,7 @@ class PrefillInstance:
     PARAMS: ClassVar[str] = "PrefillParams"
     flat = False  # which prefill_fa2 has as a field
     slices = 1  # blocks that share the value columns of the same rows
+    paired = False  # two blocks in a row are a cluster
 
     @property
     def factor_left(self) -> bool:
@@ -83,11 +84,12 @@ class PrefillInstance:
         """The kernel's file, with a stub that defines the function of this name."""
         template = "".join(word.capitalize() for word in self.KERNEL.split("_"))
         arguments = (str(x).lower() if isinstance(x, bool) else str(x) for x in self.arguments)
+        cluster = "__cluster_dims__(2, 1, 1) " if self.paired else ""
         stub = (
             f"using Instance = {template}<{', '.join(arguments)}>;\n"
             f'static_assert(sizeof({self.PARAMS}) == {structs.PARAMS[self.PARAMS].itemsize}, "structs.py mirrors it");\n'
             f'static_assert(Instance::SMEM_BYTES == {self.shared_memory}, "{self.TILES} counts shared memory as the kernel does");\n'
-            f'extern "C" __global__ void __launch_bounds__(Instance::THREADS, {self.tile.resident}) {self.name}('
+            f'extern "C" __global__ void {cluster}__launch_bounds__(Instance::THREADS, {self.tile.resident}) {self.name}('
             f"const __grid_constant__ {self.PARAMS} p) {{\n"
             "    extern __shared__ __align__(1024) unsigned char smem[];\n"
             f"    {self.KERNEL}<Instance>(p, smem);\n"

@@ -27,3 +27,34 @@ __device__ __forceinline__ void async_proxy_fence() { asm volatile("fence.proxy.
 // Change the number of registers of each thread of this warpgroup, within what the block got at its start.
 template <int REGISTERS> __device__ __forceinline__ void registers_raise() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS)); }
 template <int REGISTERS> __device__ __forceinline__ void registers_lower() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS)); }
+
+// Blocks that run together, a cluster, have numbers in it; they wait for each other, and read each other's shared memory.
+__device__ __forceinline__ u32 cluster_rank() {
+    u32 x;
+    asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(x));
+    return x;
+}
+
+// All threads of all of them.
+__device__ __forceinline__ void cluster_barrier() {
+    asm volatile("barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
+// Where the block of this number has what is at `smem` in this one.
+__device__ __forceinline__ u32 cluster_address(u32 smem, u32 rank) {
+    u32 x;
+    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(x) : "r"(smem), "r"(rank));
+    return x;
+}
+
+__device__ __forceinline__ float2 load_cluster_8(u32 address) {
+    float2 x;
+    asm volatile("ld.shared::cluster.v2.f32 {%0, %1}, [%2];" : "=f"(x.x), "=f"(x.y) : "r"(address) : "memory");
+    return x;
+}
+
+__device__ __forceinline__ float4 load_cluster_16(u32 address) {
+    float4 x;
+    asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w) : "r"(address) : "memory");
+    return x;
+}

@@ -43,6 +43,7 @@ struct Deal {
     u32 each, rest;  // units of a run; as many runs have one more
     int runs;
 
+    Deal() = default;
     __device__ __forceinline__ Deal(const DecodeParams& p, int total)
         : each(u32(total) / u32(p.runs)), runs(p.runs) {
         if (each < u32(p.least)) runs = max(1, int(u32(total) / u32(p.least))), each = u32(total) / u32(runs);
@@ -174,6 +175,15 @@ template <int MASK, int N> struct Cursor {
         pass = int(quotient(unit - before, units));
         before += pass * units;
         begin_part();
+    }
+
+    // Run `run` has one of the two parts of a (sequence, pass), sequences are alike.
+    __device__ __forceinline__ Cursor(const DecodeParams& p, int passes, int run) : p(p), unit(run + 1), end(run + 1), before(run & ~1) {
+        batch = int(quotient(run / 2, passes)), pass = run / 2 - batch * passes;
+        enter(Extent<MASK, N>(p, batch));
+        units = 2;
+        tile = part_begin = run % 2 == 0 ? 0 : (tiles + 1) / 2;
+        stop = run % 2 == 0 ? (tiles + 1) / 2 : tiles;
     }
 
     __device__ __forceinline__ bool more() const { return unit < end || tile < stop; }

@@ -71,6 +71,10 @@ __device__ __forceinline__ void gather_warps(const DecodeParams& p, WarpDecode<C
     }
 }
 
+__device__ __forceinline__ Parts parts_of(const DecodeParams& p, const Deal& deal, const Piece& piece) {
+    return Parts(p, deal, piece.before, piece.units, piece.head - int(quotient(piece.head, p.heads_at_once)) * p.heads_at_once);
+}
+
 // The block that brings the last part of a (sequence, head) merges all of them.
 template <class C> __device__ __forceinline__ void merge_if_last(const DecodeParams& p, const Parts& parts, const Piece& piece, u32 smem) {
     const int heads = p.heads_kv * p.row_blocks;
@@ -86,7 +90,7 @@ template <class C>
 __device__ __forceinline__ void finish(
     const DecodeParams& p, WarpDecode<C>& warp, const Piece& piece, const Deal& deal, u32 smem, u32 stage_smem
 ) {
-    const Parts parts(p, deal, piece.before, piece.units, piece.head - int(quotient(piece.head, p.heads_at_once)) * p.heads_at_once);
+    const Parts parts = parts_of(p, deal, piece);
     gather_warps(p, warp, piece, smem, stage_smem);
     if (C::MERGES && !(piece.flags & Piece::WHOLE)) merge_if_last<C>(p, parts, piece, smem);
 }

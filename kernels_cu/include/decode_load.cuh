@@ -67,10 +67,24 @@ template <class C> struct Loader {
     PageShare<C> share;               // instead of all that, if C::SHARES
 
     __device__ __forceinline__ Loader(const DecodeParams& p)
-        : p(p), run(block_index() / u32(p.heads_at_once)), lane(block_index() - u32(run * p.heads_at_once)), passes(p.passes), part(0),
-          next(p, UnitIndex<C::MASK, C::N>(p), passes, run) {
+        : p(p), run(own_run(p)), lane(own_lane(p, run)), passes(p.passes), part(0), next(cursor(p, run)) {
         find_head();
         look_up();
+    }
+
+    // The blocks of a run are neighbours, or (PAIRED) those of two runs by turns.
+    static __device__ __forceinline__ int own_run(const DecodeParams& p) {
+        if constexpr (C::PAIRED) return 2 * quotient(block_index() / 2, p.heads_at_once) + block_index() % 2;
+        else return block_index() / u32(p.heads_at_once);
+    }
+
+    static __device__ __forceinline__ int own_lane(const DecodeParams& p, int run) {
+        return C::PAIRED ? block_index() / 2 - run / 2 * p.heads_at_once : block_index() - run * p.heads_at_once;
+    }
+
+    static __device__ __forceinline__ Cursor<C::MASK, C::N> cursor(const DecodeParams& p, int run) {
+        if constexpr (C::PAIRED) return {p, p.passes, run};
+        else return {p, UnitIndex<C::MASK, C::N>(p), p.passes, run};
     }
 
     __device__ __forceinline__ bool more() const { return next.more(); }
@@ -122,12 +136,11 @@ template <class C> struct Loader {
                               (next.stop - next.tile) << Piece::TILES;
             const int mask_key = p.mask_tail ? next.kv_length - p.mask_columns : 0;
             const Piece piece{next.batch, head(), key(), flags, range, next.position, mask_key,
-                              next.slot(run, lane), next.before, next.units, int(Q_smem(smem))};
+                              C::PAIRED ? 0 : next.slot(run, lane), next.before, next.units, int(Q_smem(smem))};
             piece.store(C::piece_smem(smem, C::WGMMA ? stage : part));
         }
         next.advance(passes);
         if (next.begins()) find_head();
-        look_up();
     }
 
     __device__ __forceinline__ KLoader k_loader() const { return KLoader(p, p.k, p.k_stride, next.batch, head_kv, p.head_dim / C::PACK); }

@@ -34,31 +34,45 @@ struct Accumulated {  // of four columns of a row
     }
 };
 
-// Divide by the sum, with the sink in it; round, and write the columns that exist, and the row's log-sum-exp with its first ones.
-template <class C>
-__device__ __forceinline__ void write_result(const DecodeParams& p, const PackedRows& rows, int row, int column, const Accumulated& a) {
+// What the accumulators of a row are to be multiplied by, with the sink in it; and write the row's log-sum-exp, with its first columns.
+__device__ __forceinline__ float finish_row(
+    const DecodeParams& p, const PackedRows& rows, int row, float reference, float sum, bool first
+) {
     const int query = rows.query(p, row), head = rows.head(p, row, query);
     SoftmaxState<2> state;
-    state.reference[0] = a.reference, state.sum[0] = a.sum;
-    const bool empty = a.sum == 0.0f;  // NaN is not
+    state.reference[0] = reference, state.sum[0] = sum;
     float factor = 1.0f, sink_factor;
     if (p.sinks) state.merge(0, p.sinks[head], 1.0f, factor, sink_factor);
-    const float inverse = factor / state.sum[0];
-    if (column == 0 && p.lse)
+    if (first && p.lse)
         p.lse[rows.batch * p.lse_stride.batch + head * p.lse_stride.head + query * p.lse_stride.row] =
             state.finish(state.reference[0], state.sum[0]);
-    float x[4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) x[i] = empty ? 0.0f : a.x[i] * inverse;
+    return factor / state.sum[0];
+}
+
+// Round, and write those of four columns of a row that exist.
+template <class C>
+__device__ __forceinline__ void write_columns(const DecodeParams& p, const PackedRows& rows, int row, int column, const float (&x)[4]) {
+    const int query = rows.query(p, row), head = rows.head(p, row, query);
     const uint2 words = make_uint2(pack2<typename C::Out>(x[0], x[1]), pack2<typename C::Out>(x[2], x[3]));
     u16* to = static_cast<u16*>(p.out) + rows.batch * p.out_stride.batch + query * p.out_stride.row + head * p.out_stride.head;
     if (p.out_vector) {  // then the head size is a multiple of 8
         if (column < p.head_dim_v) *reinterpret_cast<uint2*>(to + column) = words;
         return;
     }
-#pragma unroll
+#pragma unroll 1
     for (int i = 0; i < 4; ++i)
         if (column + i < p.head_dim_v) to[(column + i) * p.out_stride.column] = u16((i < 2 ? words.x : words.y) >> (i % 2 * 16));
+}
+
+// Both.
+template <class C>
+__device__ __forceinline__ void write_result(const DecodeParams& p, const PackedRows& rows, int row, int column, const Accumulated& a) {
+    const bool empty = a.sum == 0.0f;  // NaN is not
+    const float inverse = finish_row(p, rows, row, a.reference, a.sum, column == 0);
+    float x[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) x[i] = empty ? 0.0f : a.x[i] * inverse;
+    write_columns<C>(p, rows, row, column, x);
 }
 
 // Merge the parts of some rows of a block, in the order of the parts, and write the results. A warp has a row at a time, of which a lane

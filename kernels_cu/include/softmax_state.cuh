@@ -18,15 +18,34 @@ template <int ROWS, class Real = Fast32, int FIRST = 1, int LAST = 2> struct Sof
     // The largest score of each row of a tile. Row r: tile r / 2, elements 2 (r % 2) and 2 (r % 2) + 1. max passes over NaN;
     // its weight will be NaN nevertheless.
     template <int MT, int NT> static __device__ __forceinline__ void tops(T (&top)[ROWS], const T (&s)[MT][NT][4]) {
+        lane_tops(top, s);
+        share(top);
+    }
+
+    // The same of the lane's scores; and the largest of the lanes'.
+    template <int MT, int NT> static __device__ __forceinline__ void lane_tops(T (&top)[ROWS], const T (&s)[MT][NT][4]) {
         static_assert(ROWS == 2 * MT, "");
 #pragma unroll
         for (int r = 0; r < ROWS; ++r) {
             top[r] = -infinity();
 #pragma unroll
             for (int nt = 0; nt < NT; ++nt) top[r] = Real::max(top[r], Real::max(s[r / 2][nt][r % 2 * 2], s[r / 2][nt][r % 2 * 2 + 1]));
+        }
+    }
+
+    static __device__ __forceinline__ void share(T (&top)[ROWS]) {
+#pragma unroll
+        for (int r = 0; r < ROWS; ++r)
 #pragma unroll
             for (int lanes = FIRST; lanes <= LAST; lanes *= 2) top[r] = Real::max(top[r], __shfl_xor_sync(0xffffffffu, top[r], lanes));
-        }
+    }
+
+    // Whether raise() would change a row of the warp, given the lanes' own tops.
+    __device__ __forceinline__ bool rises(const T (&top)[ROWS], T scale) const {
+        bool above = false;
+#pragma unroll
+        for (int r = 0; r < ROWS; ++r) above = above || !(Real::mul(top[r], scale) <= reference[r] + Real::SLACK);
+        return __any_sync(0xffffffffu, above);
     }
 
     // Bring the references up to the tops of a tile's scores (logit x = scale * s, scale > 0), with the sums; `rescale` gets a row and the
@@ -69,15 +88,22 @@ template <int ROWS, class Real = Fast32, int FIRST = 1, int LAST = 2> struct Sof
         weigh(s, scale);
     }
 
-    // Turn the scores s of a tile into weights.
-    template <int MT, int NT> __device__ __forceinline__ void weigh(T (&s)[MT][NT][4], T scale) {
+    // Whether a reference of the warp is so large that its rounding error must not stay in an exponent.
+    __device__ __forceinline__ bool is_large() const {
         bool large = false;
 #pragma unroll
         for (int r = 0; r < ROWS; ++r) large = large || (Real::abs(reference[r]) >= Real::LARGE && reference[r] != Real::LOWEST);
+        return __any_sync(0xffffffffu, large);
+    }
+
+    // Turn the scores s of a tile into weights.
+    template <int MT, int NT> __device__ __forceinline__ void weigh(T (&s)[MT][NT][4], T scale) { weigh(s, scale, is_large()); }
+
+    template <int MT, int NT> __device__ __forceinline__ void weigh(T (&s)[MT][NT][4], T scale, bool large) {
         // One fused multiply-add an element leaves the rounding error of the reference in the exponent: harmless below
         // LARGE, an overflow far above. There the product is rounded like the reference was. A row that has seen no key is not large: its
         // neighbours in the warp would lose digits.
-        if (__any_sync(0xffffffffu, large)) {
+        if (large) {
 #pragma unroll
             for (int mt = 0; mt < MT; ++mt)
 #pragma unroll

@@ -23,6 +23,9 @@ template <class Tile> __device__ __forceinline__ u64 wgmma_matrix(u32 smem) {
     return SWIZZLE << 62 | GROUP >> 4 << 32 | BLOCK >> 4 << 16 | (smem & 0x3ffff) >> 4;
 }
 
+// The descriptor of the matrix so many bytes further on.
+__device__ __forceinline__ u64 wgmma_move(u64 matrix, u32 bytes) { return matrix >> 32 << 32 | (u32(matrix) + (bytes >> 4)); }
+
 // `d` is the first of N / 8 products; the first argument, the type of A and B. D += A B, or D = A B where not ADD. Where TRANSPOSED, B has a
 // row of shared memory for each of its 16 rows, else for each of its N columns; with N = 128 and 32, always the former.
 template <bool TRANSPOSED, bool ADD>

@@ -51,7 +51,8 @@ class _Range(ctypes.Structure):
 
 class _Launch(ctypes.Structure):
     _fields_ = [
-        ("blocks", ctypes.c_uint), ("threads", ctypes.c_int), ("shared_bytes", ctypes.c_int), ("range_count", ctypes.c_int),
+        ("blocks", ctypes.c_uint), ("threads", ctypes.c_int), ("cluster", ctypes.c_int), ("shared_bytes", ctypes.c_int),
+        ("range_count", ctypes.c_int),
         ("ranges", ctypes.POINTER(_Range)), ("message", ctypes.c_char_p), ("message_size", ctypes.c_int),
     ]
 
@@ -131,9 +132,10 @@ class Emulator:
         return library
 
     def execute(
-        self, library: Path, params: np.ndarray, blocks: int, threads: int, shared_bytes: int, memory: dict[str, Guarded]
+        self, library: Path, params: np.ndarray, blocks: int, threads: int, shared_bytes: int, memory: dict[str, Guarded],
+        cluster: int = 1,
     ) -> None:
-        """Run a grid of blocks, one after the other.
+        """Run a grid of blocks, one after the other, or as many together as a cluster has.
 
         Parameters
         ----------
@@ -145,6 +147,8 @@ class Emulator:
             Of the grid, of a block, of dynamic shared memory.
         memory : dict
             All arrays that the kernel may use.
+        cluster : int
+            Blocks of a cluster.
 
         Raises
         ------
@@ -156,7 +160,7 @@ class Emulator:
         ranges = (_Range * len(memory))(*(_Range(name.encode(), a.begin, a.end) for name, a in memory.items()))
         message = ctypes.create_string_buffer(1000)
         place = ctypes.cast(message, ctypes.c_char_p)
-        launch = _Launch(blocks, threads, shared_bytes, len(ranges), ranges, place, len(message))
+        launch = _Launch(blocks, threads, cluster, shared_bytes, len(ranges), ranges, place, len(message))
         if not runtime.emulator_launch(entry, ctypes.c_void_p(params.ctypes.data), ctypes.byref(launch)):
             raise EmulationError(message.value.decode())
 
@@ -322,7 +326,8 @@ class Emulator:
         try:
             for source, grid, threads, shared in cuda_decode.steps(problem, instance, how):
                 library = self.prepare_source(source, "DecodeParams", decode_path(instance, info)).result()
-                self.execute(library, params, grid, threads, shared, memory_of_call)
+                cluster = 2 if instance.paired and source == instance.source else 1
+                self.execute(library, params, grid, threads, shared, memory_of_call, cluster)
         except EmulationError as error:
             raise EmulationError(f"{instance.name}, {error}") from None
         for a in (*results.values(), *scratch.values()):

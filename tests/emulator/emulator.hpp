@@ -4,8 +4,10 @@
 #pragma once
 
 namespace emulator {
-extern int current;     // the thread that runs
-extern unsigned block;  // its block
+extern int current;     // the thread that runs, of those that run together
+extern unsigned block;  // the first of their blocks
+unsigned thread_index();
+unsigned block_index();
 }  // namespace emulator
 
 // ---- CUDA C++ -----------------------------------------------------------------------------------------------------------
@@ -15,6 +17,7 @@ extern unsigned block;  // its block
 #define __forceinline__ inline
 #define __grid_constant__
 #define __launch_bounds__(...)
+#define __cluster_dims__(...)
 #define __builtin_assume(condition)
 #define __align__(bytes) __attribute__((aligned(bytes)))
 
@@ -35,12 +38,12 @@ inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return
 
 static const struct {
     struct {
-        operator unsigned() const { return emulator::current; }
+        operator unsigned() const { return emulator::thread_index(); }
     } x;
 } threadIdx = {};
 static const struct {
     struct {
-        operator unsigned() const { return emulator::block; }
+        operator unsigned() const { return emulator::block_index(); }
     } x;
 } blockIdx = {};
 
@@ -102,8 +105,9 @@ namespace ptx {
 using b16 = unsigned short;
 using b32 = unsigned;
 
-inline b32 tid_x() { return emulator::current; }
-inline b32 ctaid_x() { return emulator::block; }
+inline b32 tid_x() { return emulator::thread_index(); }
+inline b32 ctaid_x() { return emulator::block_index(); }
+b32 cluster_ctarank();
 template <class T> void mov_u32(T& d, b32 a) { d = a; }
 inline void mov_b32(b32& d, b16 low, b16 high) { d = low | b32(high) << 16; }
 inline void mov_b32(b16& low, b16& high, b32 a) { low = a, high = a >> 16; }
@@ -178,6 +182,11 @@ void mbarrier_arrive_shared_cta_b64(b32 barrier);
 void cp_async_mbarrier_arrive_noinc_shared_cta_b64(b32 barrier);
 void mbarrier_try_wait_parity_shared_cta_b64(bool& done, b32 barrier, b32 parity);
 void fence_proxy_async_shared_cta();
+void mapa_shared_cluster_u32(b32& there, b32 here, b32 rank);
+void ld_shared_cluster_v2_f32(float& x, float& y, b32 from);
+void ld_shared_cluster_v4_f32(float& x, float& y, float& z, float& w, b32 from);
+inline void barrier_cluster_arrive_release_aligned() {}  // which the other one follows at once
+void barrier_cluster_wait_acquire_aligned();
 
 inline void wgmma_fence_sync_aligned() {}
 void wgmma_commit_group_sync_aligned();

@@ -6,6 +6,9 @@
 int emulator::current;
 unsigned emulator::block;
 
+unsigned emulator::thread_index() { return current % block_threads; }
+unsigned emulator::block_index() { return block + rank(); }
+
 decltype(sizeof 0) __cvta_generic_to_shared(const void* p) { return static_cast<const unsigned char*>(p) - smem; }
 
 void __syncthreads() { emulator::block_barrier("__syncthreads"); }
@@ -61,7 +64,7 @@ namespace emulator {
 
 struct Launch {  // mirrored in emulate.py
     unsigned blocks;
-    int threads, shared_bytes, range_count;
+    int threads, cluster, shared_bytes, range_count;
     const Range* ranges;
     char* message;  // of the failure, if the launch fails
     int message_size;
@@ -89,13 +92,13 @@ extern "C" bool emulator_launch(void (*entry)(const void*), const void* params, 
 
     static volatile bool good;
     good = true;
-    for (next = 0; good && next < l.blocks; next = next + 1) {
+    for (next = 0; good && next < l.blocks; next = next + l.cluster) {
         block = next;
         const int outcome = _setjmp(launch_point);
         if (outcome == 0) {
-            reset_memory();
+            start_threads(l.cluster, l.threads);
+            reset_memory(l.cluster);
             reset_sm90();
-            start_threads(l.threads);
             resume(0);
         }
         good = outcome == BLOCK_DONE;

@@ -1,6 +1,7 @@
 // Memory as the block's threads may use it: checks of shared and global accesses, and copies that take their time.
 //
-// Shared memory: every word knows who wrote it last, who has read it since, and in which of his intervals (threads.hpp). Two threads that
+// Shared memory: each block of a cluster has a window of it; addresses within the first one are of the thread's own block. Every word knows
+// who wrote it last, who has read it since, and in which of his intervals (threads.hpp). Two threads that
 // touch a word, one of them writing, where the later one does not know of the earlier one's interval are a race, also where the order
 // in which fibers happen to run hides it.
 // Global memory: what copy instructions read must lie in one of the call's arrays. Plain C++ accesses cannot be seen one by one;
@@ -12,9 +13,9 @@
 
 #include "threads.hpp"
 
-constexpr int MOST_SHARED_BYTES = 227 << 10;
+constexpr int WINDOW = 256 << 10;  // of a block, which has 227 KiB at most
 extern "C" {
-alignas(1024) inline unsigned char smem[MOST_SHARED_BYTES];  // the name that kernels give their dynamic shared memory
+alignas(1024) inline unsigned char smem[emulator::MOST_BLOCKS * WINDOW];  // the name that kernels give their dynamic shared memory
 }
 
 namespace emulator {
@@ -49,53 +50,63 @@ struct Copies {  // of one thread, oldest first
 
 inline int shared_bytes, range_count;
 inline const Range* ranges;
-inline Word words[MOST_SHARED_BYTES / 4];
+inline Word words[MOST_BLOCKS * WINDOW / 4];
 inline Copies copies[MOST_THREADS];
 
-inline void reset_memory() {
-    memset(smem, 0xff, shared_bytes);  // NaN
-    for (int i = 0; i < shared_bytes / 4; ++i) words[i].written = {-1, 0}, words[i].under_way = false, words[i].reads.clear();
+inline void reset_memory(int blocks) {
+    for (int start = 0; start < blocks * WINDOW; start += WINDOW) {
+        memset(smem + start, 0xff, shared_bytes);  // NaN
+        for (Word* w = words + start / 4; w < words + (start + shared_bytes) / 4; ++w)
+            w->written = {-1, 0}, w->under_way = false, w->reads.clear();
+    }
     for (Copies& c : copies) c.all.clear(), c.groups.clear(), c.open = 0;
 }
 
 // ---- shared memory ------------------------------------------------------------------------------------------------------
 
+// Where an address of the current thread is in `smem`: in its block's window, or from WINDOW on in that of any block.
+inline unsigned place(unsigned address) { return address < WINDOW ? address + rank() * WINDOW : address - WINDOW; }
+
 inline void check_shared(unsigned address, int bytes, const char* what) {
-    if (address + size_t(bytes) > size_t(shared_bytes))
+    if (place(address) % WINDOW + size_t(bytes) > size_t(shared_bytes) || int(place(address) / WINDOW) >= thread_count / block_threads)
         fail("%s: out of bounds, shared memory at %u, but the block has %d bytes", what, address, shared_bytes);
     if (address % bytes != 0) fail("%s: misaligned, shared memory at %u is no multiple of %d", what, address, bytes);
 }
 
 inline const unsigned char* read_shared(unsigned address, int bytes, const char* what) {
     check_shared(address, bytes, what);
-    for (unsigned i = address / 4; i < (address + bytes + 3) / 4; ++i) {
+    const unsigned start = place(address);
+    for (unsigned i = start / 4; i < (start + bytes + 3) / 4; ++i) {
         Word& w = words[i];
-        if (w.under_way) fail("%s reads shared memory at %u, where thread %d copies to and has not waited", what, 4 * i, w.written.thread);
+        if (w.under_way)
+            fail("%s reads shared memory at %u, where thread %d copies to and has not waited", what, 4 * i % WINDOW, w.written.thread);
         if (w.written.thread >= 0 && !w.written.is_known())
-            fail("race: %s reads shared memory at %u, thread %d wrote it, no barrier in between", what, 4 * i, w.written.thread);
+            fail("race: %s reads shared memory at %u, thread %d wrote it, no barrier in between", what, 4 * i % WINDOW, w.written.thread);
         Access* own = nullptr;
         for (Access& read : w.reads)
             if (read.thread == current) own = &read;
         if (own) own->interval = known[current][current];
         else w.reads.push_back({current, known[current][current]});
     }
-    return smem + address;
+    return smem + start;
 }
 
 inline unsigned char* write_shared(unsigned address, int bytes, const char* what, bool under_way = false) {
     check_shared(address, bytes, what);
-    for (unsigned i = address / 4; i < (address + bytes + 3) / 4; ++i) {
+    const unsigned start = place(address);
+    for (unsigned i = start / 4; i < (start + bytes + 3) / 4; ++i) {
         Word& w = words[i];
-        if (w.under_way) fail("%s writes shared memory at %u, where thread %d copies to and has not waited", what, 4 * i, w.written.thread);
+        if (w.under_way)
+            fail("%s writes shared memory at %u, where thread %d copies to and has not waited", what, 4 * i % WINDOW, w.written.thread);
         if (w.written.thread >= 0 && !w.written.is_known())
-            fail("race: %s writes shared memory at %u, thread %d wrote it, no barrier in between", what, 4 * i, w.written.thread);
+            fail("race: %s writes shared memory at %u, thread %d wrote it, no barrier in between", what, 4 * i % WINDOW, w.written.thread);
         for (const Access& read : w.reads)
             if (!read.is_known())
-                fail("race: %s writes shared memory at %u, thread %d read it, no barrier in between", what, 4 * i, read.thread);
+                fail("race: %s writes shared memory at %u, thread %d read it, no barrier in between", what, 4 * i % WINDOW, read.thread);
         w.written = {current, known[current][current]}, w.under_way = under_way;
         w.reads.clear();
     }
-    return smem + address;
+    return smem + start;
 }
 
 // ---- global memory ------------------------------------------------------------------------------------------------------
@@ -141,7 +152,7 @@ inline void on_signal(int signal, siginfo_t* info, void*) {
 inline void begin_copy(unsigned to, const void* from, int bytes, int read, const char* what) {
     if (read > 0) read_global(from, bytes, what);
     memset(write_shared(to, bytes, what, true), 0xff, bytes);
-    copies[current].all.push_back({to, from, bytes, read});
+    copies[current].all.push_back({place(to), from, bytes, read});
     ++copies[current].open;
 }
 

@@ -112,7 +112,7 @@ static void load_matrices(b32& d0, b32& d1, b32& d2, b32& d3, unsigned row, bool
                 b16 x[2];
                 for (int e = 0; e < 2; ++e) {
                     const int a = lane / 4, b = lane % 4 * 2 + e;
-                    memcpy(&x[e], smem + rows[transposed ? b : a].in[0] + 2 * (transposed ? a : b), 2);
+                    memcpy(&x[e], smem + place(rows[transposed ? b : a].in[0]) + 2 * (transposed ? a : b), 2);
                 }
                 lanes[lane].out[matrix] = x[0] | unsigned(x[1]) << 16;
             }

@@ -16,11 +16,11 @@ struct Phases {
     unsigned phase;
     std::vector<int> told, told_before;  // by those who have arrived, in the current phase and in the last one
 };
-static std::map<unsigned, Phases> mbarriers;  // by address
+static std::map<unsigned, Phases> mbarriers;  // by place
 
 static Phases& mbarrier_at(unsigned address, const char* what) {
     read_shared(address, 8, what);  // who does not know of its beginning is in a race with it
-    const auto found = mbarriers.find(address);
+    const auto found = mbarriers.find(place(address));
     if (found == mbarriers.end()) fail("%s: there is no mbarrier at %u", what, address);
     return found->second;
 }
@@ -32,7 +32,8 @@ static void arrive(unsigned address, const char* what) {
     b.told_before = b.told, b.pending = b.count, ++b.phase;
     b.told.assign(MOST_THREADS, 0);
     for (int other = 0; other < thread_count; ++other)
-        if (threads[other].state == State::WAITS_FOR_PHASE && threads[other].waits_on == address) threads[other].state = State::READY;
+        if (threads[other].state == State::WAITS_FOR_PHASE && threads[other].waits_on == place(address))
+            threads[other].state = State::READY;
 }
 
 // ---- wgmma --------------------------------------------------------------------------------------------------------------
@@ -84,7 +85,7 @@ void reset_sm90() {
 }
 
 // Where element k of column n of B lies, or of row n of A: rows of 128 or 64 bytes, in groups of 8, of which 16-byte pieces are exchanged.
-static unsigned place(unsigned long long descriptor, bool transposed, int k, int n) {
+static unsigned element(unsigned long long descriptor, bool transposed, int k, int n) {
     const auto bytes = [descriptor](int shift) { return unsigned(descriptor >> shift & 0x3fff) << 4; };
     const unsigned mode = descriptor >> 62, row_bytes = mode == 1 ? 128 : 64, swizzled = row_bytes / 16 - 1;
     const unsigned start = bytes(0), block_stride = bytes(16), group_stride = bytes(32);
@@ -98,7 +99,7 @@ static unsigned place(unsigned long long descriptor, bool transposed, int k, int
 // Tensor cores see what has been written if the writer, or a reader who knows of it, has put a fence behind it.
 static void read_by_tensor_cores(unsigned address) {
     read_shared(address / 16 * 16, 16, "wgmma");
-    const Access& w = words[address / 4].written;
+    const Access& w = words[place(address) / 4].written;
     if (w.thread >= 0 && known_to_tensor_cores[current][w.thread] < w.interval && known_to_tensor_cores[w.thread][w.thread] < w.interval)
         fail("wgmma reads shared memory at %u, thread %d wrote it, no fence.proxy.async in between", address, w.thread);
 }
@@ -106,7 +107,7 @@ static void read_by_tensor_cores(unsigned address) {
 template <class T> static double read_number(unsigned at) {
     if (at % 16 == 0) read_by_tensor_cores(at);
     b16 x;
-    memcpy(&x, smem + at, 2);
+    memcpy(&x, smem + place(at), 2);
     return number<T>(x);
 }
 
@@ -114,8 +115,8 @@ template <class T> static double read_number(unsigned at) {
 template <class T> static void complete(const Kind& kind, int first) {
     static double A[16][16], B[16][128];
     for (int k = 0; k < 16; ++k) {
-        for (int n = 0; n < kind.columns; ++n) B[k][n] = read_number<T>(place(kind.b, kind.transposed, k, n));
-        for (int row = 0; row < 16 && kind.a; ++row) A[row][k] = read_number<T>(place(kind.a, false, k, first % WARPGROUP / 2 + row));
+        for (int n = 0; n < kind.columns; ++n) B[k][n] = read_number<T>(element(kind.b, kind.transposed, k, n));
+        for (int row = 0; row < 16 && kind.a; ++row) A[row][k] = read_number<T>(element(kind.a, false, k, first % WARPGROUP / 2 + row));
     }
     for (int lane = 0; lane < WARP && !kind.a; ++lane) {
         const Product& p = products[first + lane].all.front();
@@ -165,11 +166,10 @@ using namespace emulator;
 void mbarrier_init_shared_cta_b64(b32 barrier, int count) {
     write_shared(barrier, 8, "mbarrier.init");
     if (count <= 0) fail("mbarrier.init: a count of %d", count);
-    mbarriers[barrier] = {count, count, 0, std::vector<int>(MOST_THREADS), std::vector<int>(MOST_THREADS)};
+    mbarriers[place(barrier)] = {count, count, 0, std::vector<int>(MOST_THREADS), std::vector<int>(MOST_THREADS)};
 }
 
 void mbarrier_arrive_shared_cta_b64(b32 barrier) { arrive(barrier, "mbarrier.arrive"); }
-
 // The copies are complete now; those who wait for the phase cannot tell, and those who do not are in a race with them.
 void cp_async_mbarrier_arrive_noinc_shared_cta_b64(b32 barrier) {
     Copies& own = copies[current];
@@ -181,12 +181,35 @@ void cp_async_mbarrier_arrive_noinc_shared_cta_b64(b32 barrier) {
 void mbarrier_try_wait_parity_shared_cta_b64(bool& done, b32 barrier, b32 parity) {
     const Phases& b = mbarrier_at(barrier, "mbarrier.try_wait");
     while ((b.phase & 1) == parity) {
-        threads[current].at = "mbarrier.try_wait", threads[current].waits_on = barrier;
+        threads[current].at = "mbarrier.try_wait", threads[current].waits_on = place(barrier);
         wait(State::WAITS_FOR_PHASE);
     }
     learn(known[current], b.told_before.data());
     done = true;
 }
+
+b32 cluster_ctarank() { return rank(); }
+void mapa_shared_cluster_u32(b32& there, b32 here, b32 rank) { there = here + (rank + 1) * WINDOW; }
+
+// What lies in the shared memory of a block that still runs.
+static const float* read_cluster(b32 from, int bytes) {
+    const char* what = "ld.shared::cluster";
+    const auto* numbers = reinterpret_cast<const float*>(read_shared(from, bytes, what));
+    const Thread* first = threads + place(from) / WINDOW * block_threads;
+    for (const Thread* t = first; t < first + block_threads; ++t)
+        if (t->state != State::DONE) return numbers;
+    fail("%s reads shared memory at %u of a block that has ended", what, place(from) % WINDOW);
+}
+
+void ld_shared_cluster_v2_f32(float& x, float& y, b32 from) {
+    const float* numbers = read_cluster(from, 8);
+    x = numbers[0], y = numbers[1];
+}
+void ld_shared_cluster_v4_f32(float& x, float& y, float& z, float& w, b32 from) {
+    const float* numbers = read_cluster(from, 16);
+    x = numbers[0], y = numbers[1], z = numbers[2], w = numbers[3];
+}
+void barrier_cluster_wait_acquire_aligned() { barrier("barrier.cluster", false, MOST_BLOCKS * BARRIERS, thread_count); }
 
 void fence_proxy_async_shared_cta() { memcpy(known_to_tensor_cores[current], known[current], sizeof(int) * thread_count); }
 

@@ -1,4 +1,4 @@
-// The threads of one CUDA block as fibers of one host thread, and the barriers between them.
+// The threads of one CUDA block, or of a cluster of blocks, as fibers of one host thread, and the barriers between them.
 //
 // A fiber runs until it has to wait for others; then the next one that is ready goes on. The last thread of a warp that comes to an
 // instruction of the whole warp does the work for all 32 lanes. Whatever is wrong ends the launch with a message: the kernel's
@@ -17,7 +17,7 @@ namespace emulator {
 
 constexpr int WARP = 32, MOST_THREADS = 1024, STACK_BYTES = 128 << 10;
 
-constexpr int BARRIERS = 16;  // of a block
+constexpr int BARRIERS = 16, MOST_BLOCKS = 2;  // of a block; of a cluster
 
 enum class State { READY, WAITS_FOR_WARP, WAITS_FOR_BLOCK, WAITS_FOR_PHASE, DONE };
 
@@ -35,16 +35,20 @@ struct Thread {
 
 inline Thread threads[MOST_THREADS];
 inline int arrived[MOST_THREADS / WARP];  // threads of each warp at its instruction
-inline int thread_count;                  // threads of the block
+inline int thread_count;                  // threads of the cluster, which run together: blocks of it, one after the other
+inline int block_threads;                 // of each of its blocks
 inline bool vote, votes;                  // of __syncthreads_or: while it gathers, and the result
 inline jmp_buf launch_point;              // of emulator_launch(), which gets one of these
 enum Outcome { BLOCK_DONE = 1, FAILED = 2 };
 inline char* message;
 inline int message_size;
 
+// The number of the current thread's block in its cluster.
+inline int rank() { return current / block_threads; }
+
 // End the launch.
 [[noreturn]] __attribute__((format(printf, 1, 2))) inline void fail(const char* format, ...) {
-    const int length = snprintf(message, message_size, "block %u, thread %d: ", block, current);
+    const int length = snprintf(message, message_size, "block %u, thread %d: ", block + rank(), current % block_threads);
     va_list values;
     va_start(values, format);
     vsnprintf(message + length, message_size - length, format, values);
@@ -133,14 +137,13 @@ struct Barrier {
     int arrived, count;  // threads
     int told[MOST_THREADS];
 };
-inline Barrier named[BARRIERS];
+inline Barrier named[MOST_BLOCKS * BARRIERS + 1];  // of each block, and that of the cluster
 
-// A barrier of so many threads of the block, by its number; returns whether some thread said yes.
-inline bool block_barrier(const char* name, bool yes = false, int number = 0, int count = thread_count) {
-    if (number < 0 || number >= BARRIERS || count <= 0 || count % WARP != 0 || count > thread_count)
-        fail("%s %d, %d: there are barriers 0 to 15, of whole warps of the block's %d threads", name, number, count, thread_count);
+// A barrier of so many threads, by its place; returns whether some thread said yes.
+inline bool barrier(const char* name, bool yes, int number, int count) {
     Barrier& b = named[number];
-    if (b.arrived > 0 && b.count != count) fail("%s %d, %d: others came to it as one of %d threads", name, number, count, b.count);
+    if (b.arrived > 0 && b.count != count)
+        fail("%s %d, %d: others came to it as one of %d threads", name, number % BARRIERS, count, b.count);
     b.count = count;
     threads[current].at = name, threads[current].waits_on = number;
     vote |= yes;
@@ -161,6 +164,13 @@ inline bool block_barrier(const char* name, bool yes = false, int number = 0, in
     return votes;
 }
 
+// A barrier of so many threads of the block, by its number.
+inline bool block_barrier(const char* name, bool yes = false, int number = 0, int count = block_threads) {
+    if (number < 0 || number >= BARRIERS || count <= 0 || count % WARP != 0 || count > block_threads)
+        fail("%s %d, %d: there are barriers 0 to 15, of whole warps of the block's %d threads", name, number, count, block_threads);
+    return barrier(name, yes, rank() * BARRIERS + number, count);
+}
+
 inline void (*kernel)(const void*);
 inline const void* kernel_params;
 
@@ -171,13 +181,17 @@ inline void thread_main() {
     run_next();
 }
 
-// Bring all threads of the block to the kernel's beginning.
-inline void start_threads(int count) {
+// Bring all threads of so many blocks to the kernel's beginning.
+inline void start_threads(int blocks, int each) {
+    const int count = blocks * each;
+    block_threads = each;
     static char* stacks = nullptr;
     const size_t bytes = size_t(MOST_THREADS) * STACK_BYTES;
     const int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
     if (!stacks) stacks = static_cast<char*>(mmap(nullptr, bytes, PROT_READ | PROT_WRITE, flags, -1, 0));
     if (stacks == MAP_FAILED) fail("no memory for the stacks of the threads");
+    if (blocks > MOST_BLOCKS || count > MOST_THREADS)
+        fail("%d blocks and %d threads; %d and %d can run together", blocks, count, MOST_BLOCKS, MOST_THREADS);
     thread_count = count, vote = false;
     memset(arrived, 0, sizeof arrived);
     memset(named, 0, sizeof named);

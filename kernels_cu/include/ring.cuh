@@ -1,0 +1,36 @@
+// Stages of shared memory that those who load and those who work hand to each other, in turn. C has STAGES of STAGE_BYTES, and
+// BARRIERS_SMEM, where the stages' two barriers are.
+#include "include/async.cuh"
+
+template <class C> struct Ring {
+    u32 smem;  // of the block
+    int stage = 0;
+    u32 parity = 0;
+
+    __device__ __forceinline__ u32 stage_smem() const { return smem + stage * C::STAGE_BYTES; }
+    __device__ __forceinline__ u32 full() const { return smem + C::BARRIERS_SMEM + 16 * stage; }  // what was loaded is there
+    __device__ __forceinline__ u32 empty() const { return full() + 8; }                           // nobody needs it any more
+
+    __device__ __forceinline__ void advance() {
+        if (++stage == C::STAGES) stage = 0, parity ^= 1;
+    }
+
+    // By one thread, before the others come; so many arrivals make a stage full, and empty.
+    __device__ __forceinline__ void init(int loads, int works) const {
+        for (Ring r = *this; r.parity == 0; r.advance()) {
+            mbarrier_init(r.full(), loads);
+            mbarrier_init(r.empty(), works);
+        }
+        mbarrier_init_fence();
+    }
+
+    // Until the stage is full, for those who work; until it is empty, for those who load: it is so at first.
+    __device__ __forceinline__ void wait_full() const { mbarrier_wait(full(), parity); }
+    __device__ __forceinline__ void wait_empty() const { mbarrier_wait(empty(), parity ^ 1); }
+
+    // The warp is done with the stage.
+    __device__ __forceinline__ void release() const {
+        __syncwarp();
+        if (thread_index() % 32 == 0) mbarrier_arrive(empty());
+    }
+};
