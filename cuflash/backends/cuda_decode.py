@@ -64,6 +64,10 @@ class Instance(PrefillInstance):
         return [tile, *["wgmma"] * t.wgmma, *["several"] * (not self.one), *["parts"] * (not self.merges), *["pairs"] * self.paired]
 
     @property
+    def page_words(self) -> list[str]:
+        return ["paged"] * self.paged
+
+    @property
     def arguments(self) -> list[Any]:
         t = self.tile
         numbers = [self.d, self.dv, t.m, t.n, t.warps, t.row_warps, t.stages, self.load, self.mask, self.score]

@@ -141,6 +141,7 @@ template <class C> struct Loader {
         }
         next.advance(passes);
         if (next.begins()) find_head();
+        look_up();
     }
 
     __device__ __forceinline__ KLoader k_loader() const { return KLoader(p, p.k, p.k_stride, next.batch, head_kv, p.head_dim / C::PACK); }
