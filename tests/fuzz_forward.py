@@ -72,7 +72,9 @@ def _sources(kind: Kind, info: device.DeviceInfo) -> list[jit.Source]:
     few, many = tiles_fp.FEW_ROWS, {"sk": 1000, "kv_lengths": (1000,) if kind.paged else None}  # in float32 and float64 keys may be split
     if window is not None:
         many["window"] = tuple(900 if side > 0 else side for side in window)
-    for sizes in ({},) if kind.itemsize == 2 else ({"sq": 1}, {"sq": 1, "ratio": few + 1}, {}, {"sq": few + 1}, {"sq": few + 1, **many}):
+    of_pages = ({}, {"page_size": 16}) if kind.paged else ({},)  # in 16 bits keys of such pages are found sixteen at a time
+    of_rows = ({"sq": 1}, {"sq": 1, "ratio": few + 1}, {}, {"sq": few + 1}, {"sq": few + 1, **many})
+    for sizes in of_pages if kind.itemsize == 2 else of_rows:
         problem = emulated(build(dataclasses.replace(e, **sizes)))
         chosen = cuda.instance(problem, info, kind.kernel)
         assert chosen is not None

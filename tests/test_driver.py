@@ -118,12 +118,22 @@ def sources():
 
 @pytest.mark.parametrize("source", sources(), ids=lambda source: source.name)
 def test_they_wait_and_let_others_begin(source):
-    """In the kernel's own function, which its stub calls first: all threads come by."""
+    """In the kernel's own function, which its stub calls first, or in those that it goes on to: all threads come by."""
     text = jit.assemble(source)
     entry = re.search(r"^    (\w+)<[^\n]*>\(p[^\n]*\);\n\}\n$", text[text.index(source.stub):], re.MULTILINE)
-    begins = text.index(f"void {entry[1]}(const ")
-    body = text[begins : text.index("\n}\n", begins)]
+    body = body_of(text, entry[1])
     assert "let_next_kernel_begin();" in body
-    assert "wait_for_kernel_before()" in body
-    if "decode_in_step" in body:  # what waits there is the way with wgmma
-        assert "Loader<C> loader(p);\n    wait_for_kernel_before();" in text
+    if entry[1] != "decode":
+        assert "    wait_for_kernel_before();" in body
+        return
+    assert "C::PAGED || p.kv_lengths || p.kv_start) wait_for_kernel_before();\n    Loader" in body_of(text, "decode_in_step")
+    assert "Loader<C> loader(p);\n    wait_for_kernel_before();" in body_of(text, "decode_in_step")
+    assert "if constexpr (!C::PAIRED) wait_for_kernel_before();" in body_of(text, "decode_in_groups")
+    assert "if constexpr (C::PAIRED) wait_for_kernel_before();" in body_of(text, "load_tiles")
+    paired = body_of(text, "work_on_tiles").split("if constexpr (C::PAIRED)")[1]
+    assert paired.index("wait_for_kernel_before();") < paired.index("load_queries")
+
+
+def body_of(text, function):
+    begins = text.index(f"void {function}(const ")
+    return text[begins : text.index("\n}\n", begins)]
