@@ -103,7 +103,7 @@ template <class C> __device__ __forceinline__ void decode_in_step(const DecodePa
         }
         Piece piece = Piece::load(C::piece_smem(smem, part));
         if (begins) {
-            left = piece.flags >> Piece::TILES, key = piece.key;
+            left = piece.flags >> Piece::TILES_SHIFT, key = piece.key;
             warp.begin(piece, smem);
         }
         piece.key = key;

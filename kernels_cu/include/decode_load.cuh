@@ -11,9 +11,9 @@ struct Piece {
     int slot, before, units;          // see Cursor
     int queries;                      // where they are in shared memory
 
-    static constexpr int BEGINS = 1, ENDS = 2, WHOLE = 4;  // a part begins and ends with the tile; the part is all there is
-    static constexpr int QUIT = 8;                         // there is no tile, nor will there be
-    static constexpr int TILES = 4;                        // from this bit on: tiles from this one to the part's end
+    static constexpr int ENDS = 1, WHOLE = 2;  // a part ends with the tile; the part is all there is
+    static constexpr int QUIT = 4;             // there is no tile, nor will there be
+    static constexpr int TILES_SHIFT = 3;      // the other bits: tiles from this one to the part's end
 
     __device__ __forceinline__ void store(u32 smem) const {
         store_smem(smem, make_uint4(batch, head, key, flags));
@@ -132,8 +132,8 @@ template <class C> struct Loader {
             }
         }
         if (thread == 0 && (C::WGMMA || next.begins())) {
-            const int flags = (next.begins() ? Piece::BEGINS : 0) | (next.ends() ? Piece::ENDS : 0) | (next.whole() ? Piece::WHOLE : 0) |
-                              (next.stop - next.tile) << Piece::TILES;
+            const int flags =
+                (next.ends() ? Piece::ENDS : 0) | (next.whole() ? Piece::WHOLE : 0) | (next.stop - next.tile) << Piece::TILES_SHIFT;
             const int mask_key = p.mask_tail ? next.kv_length - p.mask_columns : 0;
             const Piece piece{next.batch, head(), key(), flags, range, next.position, mask_key,
                               C::PAIRED ? 0 : next.slot(run, lane), next.before, next.units, int(Q_smem(smem))};

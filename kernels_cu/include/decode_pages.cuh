@@ -1,6 +1,6 @@
 // How decode.cu copies tiles of keys and values out of pages, 16 bytes at a time. C is the configuration of decode.cu.
 //
-// Each warp has a share of a tile's rows. One lane looks up one row, whatever the page size, and tells the lanes that copy it where it lies.
+// Each warp has a share of a tile's rows. One lane looks up one row, whatever the page size, and tells the lanes that copy it where it is.
 #include "include/decode_params.cuh"
 #include "include/paged.cuh"
 
@@ -9,8 +9,8 @@ template <class Tile, int ROWS, u32 BAD> struct SharedTile {
     static constexpr int PASS = 32 / Tile::CHUNKS, PASSES = (ROWS + PASS - 1) / PASS;  // rows that the lanes cover at a time
     static_assert(PASS % 8 == 0 || (PASS == 4 && Tile::BLOCK == 64), "pass_smem() knows how the swizzle changes");
 
-    // The share begins with `row` of the tile. The row of the lane's key lies `offset` times 16 bytes behind the array's beginning, if it is here
-    // and its page is good. whole: this is so in all lanes.
+    // The share begins with `row` of the tile. The row of the lane's key lies `offset` times 16 bytes behind the array's beginning, if it
+    // is here and its page is good. whole: this is so in all lanes.
     static __device__ __forceinline__ void load(
         const void* base, u32 lane, u32 tile_smem, u32 row, int columns, u32 offset, bool here, bool good, bool whole
     ) {
@@ -54,8 +54,8 @@ template <class Tile, int ROWS, u32 BAD> struct SharedTile {
 #pragma unroll
         for (int block = 0; block < Tile::BLOCKS; ++block) {
             const u32 dst = to + block * Tile::BLOCK_BYTES;
-            if (WHOLE && block + 1 < Tile::BLOCKS) copy_16(dst, src + block * Tile::BLOCK);  // only the last one can be part padding
-            else copy_or_zero<16>(dst, src + block * Tile::BLOCK, keep && column + block * Tile::BLOCK < columns);
+            if (WHOLE && block + 1 < Tile::BLOCKS) copy_16<true>(dst, src + block * Tile::BLOCK);  // only the last is part padding
+            else copy_or_zero<16, true>(dst, src + block * Tile::BLOCK, keep && column + block * Tile::BLOCK < columns);
         }
     }
 };

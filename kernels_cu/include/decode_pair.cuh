@@ -42,7 +42,7 @@ template <class C> struct Pair {
     }
 };
 
-// Merge this block's half of the rows. A thread's columns are on their way together, while some see to the rows' factors. All this runs once,
+// Merge this block's half of the rows. A thread's columns are on their way together, while some see to the rows' factors. This runs once,
 // and instructions are fetched as it does: there must be few.
 template <class C> __device__ __forceinline__ void merge_pair(const DecodeParams& p, const PackedRows& rows, u32 smem) {
     constexpr int HALF = C::M / 2, PER_ROW = C::DV / 4, ITEMS = HALF * PER_ROW / C::WORKERS;

@@ -77,7 +77,7 @@ template <class C> struct GroupDecode : WarpDecode<C> {
         }
     }
 
-    // The same to shared memory, for both blocks of a pair. The 8 columns of a product lie at place (product ^ row % 4): see gather_warps().
+    // The same to shared memory, for both blocks of a pair. The 8 columns of a product lie at (product ^ row % 4): see gather_warps().
     __device__ __forceinline__ void place_part(u32 smem) {
         const int thread = thread_index(), lane = thread % 32;
 #pragma unroll

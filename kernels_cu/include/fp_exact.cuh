@@ -80,7 +80,8 @@ __device__ __forceinline__ void exact_row(const typename C::Params& p, int warp_
     const auto out = work.out(p);
 #pragma unroll
     for (int i = 0; i < OWN; ++i)
-        if (lane + 32 * i < columns) out.at(row)[(lane + 32 * i) * out.column_stride] = Stored<Out>::from(empty ? T(0) : end.weighted(o[i]));
+        if (lane + 32 * i < columns)
+            out.at(row)[(lane + 32 * i) * out.column_stride] = Stored<Out>::from(empty ? T(0) : end.weighted(o[i]));
     if (lane == 0 && work.first_column == 0) work.put_statistics(p, row, end);
 }
 

@@ -58,11 +58,13 @@ struct RowEnd {
     double inverse;  // of the sum of weights
     double share;    // of the keys in the softmax, less than 1 if there is a sink
 
-    // `head`: whose sink the row takes; below 0: it takes none. `scale`: of the accumulators, but not of the sum. `unit`: what 1 of the reference is in natural logits.
+    // `head`: whose sink the row takes; below 0: it takes none. `scale`: of the accumulators, but not of the sum. `unit`: what 1 of the
+    // reference is in natural logits.
     __device__ __forceinline__ RowEnd(
         const PrefillParams& p, int head, double reference, double sum, double scale, double unit = Exact64::LN2
     )
-        : reference(reference * unit), sum(sum), lse(fma(reference, unit, ::log(sum))), inverse(sum == 0.0 ? 0.0 : 1.0 / (sum * scale)), share(1.0) {
+        : reference(reference * unit), sum(sum), lse(fma(reference, unit, ::log(sum))),
+          inverse(sum == 0.0 ? 0.0 : 1.0 / (sum * scale)), share(1.0) {
         if (!p.sinks || head < 0) return;
         const double sink = reinterpret_cast<const double*>(p.sinks)[head], top = fmax(lse, sink);
         if (top == -infinity()) return;

@@ -54,7 +54,8 @@ template <class C> struct Saved {
                         x[e] = some ? C::Real::fma(x[e], factor, o) : o;
                         o = keep ? T(0) : x[e];
                     }
-                    if (keep && row < work.seq.q_length) store_numbers<T, T>(out.at(row), out.column_stride, column, columns, out.vector, x);
+                    if (keep && row < work.seq.q_length)
+                        store_numbers<T, T>(out.at(row), out.column_stride, column, columns, out.vector, x);
                 }
             if (keep || lane % 4 != 0) state.sum[r] = 0;  // the end sums the lanes' shares once more
         }

@@ -22,8 +22,8 @@ template <int PASS, int PASSES> struct PageRows {
 // LOAD as in TileLoader. BAD: what the numbers of a key become whose page does not exist, as bits of two: NaN for keys, so that the rows
 // that see it become NaN, and 0 for values, so that others do not.
 template <class Tile, int THREADS, int LOAD, bool GROUPED, u32 BAD>
-struct PagedTileLoader : TileLoader<Tile, THREADS, LOAD, GROUPED, true> {
-    using Base = TileLoader<Tile, THREADS, LOAD, GROUPED, true>;
+struct PagedTileLoader : TileLoader<Tile, THREADS, LOAD, GROUPED> {
+    using Base = TileLoader<Tile, THREADS, LOAD, GROUPED>;
     using Base::PASS, Base::PASSES;
     using Pages = PageRows<PASS, PASSES>;
 
@@ -32,7 +32,9 @@ struct PagedTileLoader : TileLoader<Tile, THREADS, LOAD, GROUPED, true> {
     int batch;
 
     // `s.batch` leads from page to page.
-    __device__ __forceinline__ PagedTileLoader(const PrefillParams& p, const void* base, const Strides& s, int batch, int head_kv, int columns)
+    __device__ __forceinline__ PagedTileLoader(
+        const PrefillParams& p, const void* base, const Strides& s, int batch, int head_kv, int columns
+    )
         : Base(base, s, 0, 0, head_kv, columns), page_stride(s.batch), p(p), batch(batch) {}
 
     __device__ __forceinline__ void look_up(Pages& pages, int thread, int tile_row, int begin, int end) const {

@@ -171,8 +171,6 @@ void mma_sync_aligned_m16n8k16_row_col_f64_f64_f64_f64(
 // ---- PTX of sm_90 -------------------------------------------------------------------------------------------------------
 
 inline void selp_u32(b32& d, b32 a, b32 b, bool p) { d = p ? a : b; }
-inline void griddepcontrol_wait() {}
-inline void griddepcontrol_launch_dependents() {}
 inline void setmaxnreg_inc_sync_aligned_u32(int) {}
 inline void setmaxnreg_dec_sync_aligned_u32(int) {}
 
