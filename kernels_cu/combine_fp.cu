@@ -73,14 +73,16 @@ template <class Real, class Out> __device__ __forceinline__ void combine_fp(cons
 
     const u32 line = u32(place) / u32(p.heads_q), head = u32(place) % u32(p.heads_q);
     const int row = int(line % u32(p.q_rows)), batch = int(line / u32(p.q_rows));
-    T factor = total == T(0) ? T(0) : T(1) / total;
     if (p.sinks || column == 0) {
         const RowEnd end(p, p.queries == 1 ? int(head) * p.q_rows + row : int(head), top, total, 1.0, 1.0);
-        factor *= T(end.share);
-        if (column == 0 && p.lse) *row_gmem<T>(p.lse, p.lse_stride, batch, row, head) = T(end.lse);
-    }
 #pragma unroll
-    for (int e = 0; e < SIZE; ++e) sum[e] *= factor;
+        for (int e = 0; e < SIZE; ++e) sum[e] = end.weighted(sum[e]);
+        if (column == 0 && p.lse) *row_gmem<T>(p.lse, p.lse_stride, batch, row, head) = T(end.lse);
+    } else {
+        const T factor = total == T(0) ? T(0) : T(1) / total;
+#pragma unroll
+        for (int e = 0; e < SIZE; ++e) sum[e] *= factor;
+    }
     auto* to = row_gmem<typename Stored<Out>::Type>(p.out, p.out_stride, batch, row, head);
     store_numbers<Out, T>(to, p.out_stride.column, column, p.head_dim_v, p.out_vector != 0, sum);
 }

@@ -263,6 +263,17 @@ def test_packed_rows_are_those_of_padded_ones(emulator, dtype, gpu):
         compare.assert_same_bits(one, other, name)
 
 
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("gpu", [H200, T4], ids=lambda gpu: gpu.name)
+def test_what_a_large_sink_leaves(emulator, gpu, splits):
+    """The share of the keys is less than any float32, and the result is not."""
+    sink, value, eps = 104.0, 2e36, float(np.finfo(F32).eps)
+    q, k, v = np.zeros((1, 1, 1, 16), F32), np.zeros((1, 40, 1, 16), F32), np.full((1, 40, 1, 16), value, F32)
+    out, lse = computed(emulator, gpu, q, k, v, sinks=[sink], num_splits=splits)
+    np.testing.assert_allclose(out, 40 * value * np.exp(-sink), rtol=16 * eps)
+    np.testing.assert_allclose(lse, sink, rtol=4 * eps)
+
+
 @pytest.mark.parametrize("width", [np.int32, np.int64])
 def test_lengths_on_the_device_are_followed(emulator, width):
     """Clamped to what the cache holds; a plan knows no more of them than its capacity."""

@@ -64,6 +64,16 @@ def test_one_sequence_fills_the_gpu(gpu, dtype):
     assert split(gpu, batch=512, dtype=dtype).parts < split(gpu, dtype=dtype).parts
 
 
+def test_few_keys_of_many_sequences_stay_whole():
+    """No partial results, which would be as many bytes as the results."""
+    assert split(batch=2**20, queries=16, keys=16, heads=4, kv_heads=4, d=32) is None
+    assert split(batch=512, keys=64) is None and split(batch=512, keys=4096) is not None
+
+
+def test_what_a_grid_cannot_merge_stays_whole():
+    assert split(batch=2**27, heads=16, kv_heads=1, keys=100, d=1, num_splits=2) is None
+
+
 def test_a_window_is_what_is_split():
     assert split(keys=32768, window=(100, 0)).parts <= 2 and split(keys=32768, window=(-1, 0)).parts > 50
 
@@ -114,7 +124,7 @@ def test_what_is_not_split_says_so():
 def test_workspace_and_words():
     plan = planned(problem(batch=2, queries=3, num_splits=5, dtype=F64, out_dtype=F32))
     assert plan.num_splits == 5 and plan.workspace == 5 * 2 * 3 * 32 * (64 * 8 + 16)
-    assert "3 queries" in plan.reason and "up to 5 parts" in plan.reason and "320 blocks" in plan.reason
+    assert "queries (3)" in plan.reason and "at most 5 parts" in plan.reason and "320 blocks" in plan.reason
     assert "4 query heads of a key/value head" in planned(problem()).reason
     assert "by its own length alone" in planned(problem(batch_invariant=True, op="decode")).reason
 

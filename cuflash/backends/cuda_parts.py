@@ -65,6 +65,11 @@ def packs(problem: Problem) -> bool:
     return problem.seqlen_q == 1 and all(a is None for a in (problem.alibi_slopes, problem.bias, problem.mask))
 
 
+def _rows(problem: Problem) -> int:
+    """Rows of results, each of which a block merges."""
+    return problem.batch * problem.heads_q * problem.seqlen_q
+
+
 def few(problem: Problem) -> bool:
     """Whether a block has so few rows that reading keys and values takes the time, and not products."""
     return (problem.group_size if packs(problem) else problem.seqlen_q) <= tiles_fp.FEW_ROWS
@@ -72,7 +77,7 @@ def few(problem: Problem) -> bool:
 
 def instance(problem: Problem, mask: int, score: int, info: DeviceInfo) -> Instance | None:
     """The kernel instance, or None if the keys are better left whole, or cannot be split."""
-    if problem.varlen:
+    if problem.varlen or _rows(problem) > LARGEST_GRID:
         return None
     dtype = name_of(problem.q.dtype)
     kind = tiles_fp.arithmetic(dtype, problem.precision, info)
@@ -95,6 +100,9 @@ def _wanted(problem: Problem, chosen: Instance, info: DeviceInfo) -> bool:
         return problem.num_splits > 1 or few(problem)
     if problem.batch_invariant:  # the batch must not decide; and attention() has the bits of attention_varlen(), whose keys stay whole
         return problem.op == "decode" and problem.seqlen_q <= cuda_decode.MOST_QUERIES
+    full = blocks(problem, chosen) >= info.multiprocessors * chosen.tile.resident
+    if full and key_tiles(problem, chosen) <= LEAST_TILES:
+        return False  # to merge the one part would take longer than its keys
     return few(problem) or packs(problem) or _idles(problem, chosen, info)
 
 
@@ -152,11 +160,11 @@ def split(problem: Problem, chosen: Instance, info: DeviceInfo) -> Split:
 def plan(problem: Problem, chosen: Instance, info: DeviceInfo) -> Plan:
     """How the keys are split."""
     t, how = chosen.tile, split(problem, chosen, info)
-    shared = f"the {problem.group_size} query heads of a key/value head" if packs(problem) else f"{problem.seqlen_q} queries"
+    shared = f"the {problem.group_size} query heads of a key/value head" if packs(problem) else f"the queries ({problem.seqlen_q})"
     cut = "cut by its own length alone, " if problem.batch_invariant and problem.num_splits is None else ""
     why = (
-        f"{cuda_fp.why(chosen)}, {t.m} rows x {t.n} keys a block for {shared}; {cut}up to {how.parts} parts of a sequence over "
-        f"{how.grid} blocks, merged by a second kernel, on {info.name}"
+        f"{cuda_fp.why(chosen)}, {t.m} rows x {t.n} keys a block for {shared}; {cut}keys of a sequence in at most {how.parts} parts over "
+        f"{how.grid} blocks, brought together by a second kernel, on {info.name}"
     )
     return Plan(
         kernel="fa2", backend="cuda", reason=why, tile=(t.m, t.n), num_splits=how.parts, threads=t.threads,
@@ -166,7 +174,7 @@ def plan(problem: Problem, chosen: Instance, info: DeviceInfo) -> Plan:
 
 def workspace(problem: Problem, how: Split) -> tuple[int, int]:
     """Bytes of the parts' results, and of their references and sums."""
-    rows = how.parts * problem.batch * problem.heads_q * problem.seqlen_q
+    rows = how.parts * _rows(problem)
     return -(-rows * problem.head_dim_v * problem.compute_dtype.itemsize // 16) * 16, 16 * rows
 
 
@@ -187,7 +195,7 @@ def combine_source(dtype: str, out: str) -> jit.Source:
 def steps(problem: Problem, chosen: Instance, how: Split) -> Iterator[tuple[jit.Source, int, int, int]]:
     """What is launched, one after the other: kernel, blocks, threads, bytes of shared memory."""
     yield chosen.source, how.grid, chosen.tile.threads, chosen.shared_memory
-    yield combine_source(chosen.dtype, how.out), problem.batch * problem.heads_q * problem.seqlen_q, COMBINE_THREADS, 0
+    yield combine_source(chosen.dtype, how.out), _rows(problem), COMBINE_THREADS, 0
 
 
 def pack(problem: Problem, chosen: Instance, how: Split, pointers: dict[str, int], memory: tuple[int, int] = (0, 0)) -> np.ndarray:
