@@ -244,11 +244,13 @@ template <class C> __device__ __forceinline__ void prefill_fp(const typename C::
                 state.update(S_rmem, O_rmem, top, scale);
                 Products<C, typename C::Kind>::values(O_rmem, S_rmem, block.V_smem(tile), step.lane, block.v_loader.columns);
             }
-            if (Saved<C>::due(tile, block.first)) {
-                Saved<C>::combine(p, smem_address(smem), tile + C::SAVE_TILES <= block.last, true, state, O_rmem);
+            if constexpr (C::SAVES) {
+                if (Saved<C>::due(tile, block.first))
+                    Saved<C>::combine(p, smem_address(smem), tile + C::SAVE_TILES <= block.last, true, state, O_rmem);
             }
         }
-        if (C::SAVES && block.first + C::SAVE_TILES <= block.last) Saved<C>::combine(p, smem_address(smem), true, false, state, O_rmem);
+        if constexpr (C::SAVES)
+            if (block.first + C::SAVE_TILES <= block.last) Saved<C>::combine(p, smem_address(smem), true, false, state, O_rmem);
     }
     finish<C>(p, state, O_rmem, low);
 }

@@ -54,7 +54,7 @@ def test_two_commands_set_everything_up():
     setups = [line for line in commands() if "venv .venv" in line]
     assert len(setups) == 2
     for line, last in zip(
-        setups, (["examples/smollm2_chat.py", "What is the capital of France?"], ["-m", "pytest"]), strict=True
+        setups, (["examples/smollm2_chat.py", "What is the capital of France?"], ["-m", "pytest", "-n", "2", "--dist", "loadfile"]), strict=True
     ):
         create, install, run = line.split(" && ")
         assert create == "python3 -m venv .venv"
@@ -68,7 +68,7 @@ def test_ci_runs_the_test_command_of_the_readme():
     script = (ROOT / ".ci" / "run").read_text()
     pattern = re.search(r"^command=\$\(grep -E '(.*)' README\.md\)$", script, re.MULTILINE)[1]
     found = [line for line in README.splitlines() if re.search(pattern, line)]
-    assert found == [line for line in commands() if line.endswith("pytest")]
+    assert found == [line for line in commands() if " -m pytest" in line]
     assert re.search(r'^eval "\$\{command//\.venv/', script, re.MULTILINE)
 
 

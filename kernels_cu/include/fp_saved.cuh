@@ -12,9 +12,7 @@ template <class C> struct Saved {
     static constexpr int SIZE = Chunk<T>::SIZE;
 
     // Whether it is time, after a tile; not after the last one, which is `first`.
-    static __device__ __forceinline__ bool due(int tile, int first) {
-        return C::SAVES && tile > first && (tile - first) % C::SAVE_TILES == 0;
-    }
+    static __device__ __forceinline__ bool due(int tile, int first) { return tile > first && (tile - first) % C::SAVE_TILES == 0; }
 
     // Bring what is saved, if anything, and the accumulators together: in the array (to be saved, `keep`), or in the registers (the end).
     static __device__ __forceinline__ void combine(
