@@ -54,7 +54,9 @@ def test_two_commands_set_everything_up():
     setups = [line for line in commands() if "venv .venv" in line]
     assert len(setups) == 2
     for line, last in zip(
-        setups, (["examples/smollm2_chat.py", "What is the capital of France?"], ["-m", "pytest", "-n", "2", "--dist", "loadfile"]), strict=True
+        setups,
+        (["examples/smollm2_chat.py", "What is the capital of France?"], ["-m", "pytest", "-n", "2", "--dist", "loadfile"]),
+        strict=True,
     ):
         create, install, run = line.split(" && ")
         assert create == "python3 -m venv .venv"
