@@ -18,7 +18,8 @@ from ..device import DeviceInfo
 from ..tiles_decode import DecodeTile
 from ..types import UNBOUNDED, Plan, Problem, name_of
 from .cuda_instance import (
-    CUDA_TYPES, MASK_ARRAY, MASK_LEFT, MASK_LENGTH, MASK_RIGHT, SCORE_ALIBI, SCORE_PLAIN, SCORE_SOFTCAP, SHORT_TYPES, PrefillInstance,
+    CUDA_TYPES, MASK_ARRAY, MASK_LEFT, MASK_LENGTH, MASK_RIGHT, SCORE_ALIBI, SCORE_PLAIN, SCORE_SOFTCAP, SHORT_TYPES,
+    PrefillInstance, loaded,
 )
 from .cuda_memory import GraphMemory
 
@@ -289,13 +290,7 @@ def launches(plan: Plan, problem: Problem) -> tuple[Instance, Split, list[launch
     chosen, how = plan.extra
     load = copy_bytes(problem)
     ready = chosen if load == chosen.load else dataclasses.replace(chosen, load=load)
-    place = problem.q.device
-    early = launch.launches_early(place)
-    todo = [
-        launch.Step(jit.function(source, place, shared), grid, threads, shared, early)
-        for source, grid, threads, shared in steps(problem, ready, how) if grid
-    ]
-    return ready, how, todo
+    return ready, how, loaded(steps(problem, ready, how), problem.q.device, launch.launches_early(problem.q.device))
 
 
 def run(plan: Plan, problem: Problem, pointers: Callable[[Problem], AbstractContextManager[dict[str, int]]]) -> None:

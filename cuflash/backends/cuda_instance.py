@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from .. import jit, structs
+from .. import jit, launch, structs
 
 MASK_LENGTH, MASK_RIGHT, MASK_LEFT, MASK_ARRAY = 0, 1, 2, 4  # as in mask.cuh
 SCORE_PLAIN, SCORE_SCALED, SCORE_SOFTCAP, SCORE_ALIBI, SCORE_BIAS, SCORE_BIAS32 = 0, 1, 2, 4, 8, 16  # as in score.cuh
@@ -107,3 +108,10 @@ def kind_words(mask: int, score: int) -> list[str]:
     ):
         words += [word] * bool(score & bit)
     return words
+
+
+def loaded(kernels: Iterable[tuple[jit.Source, int, int, int]], place: int, early: bool = False) -> list[launch.Step]:
+    """Launches on a device: of kernels with their blocks, threads and bytes of shared memory; those without blocks are left out."""
+    return [
+        launch.Step(jit.function(source, place, shared), grid, threads, shared, early) for source, grid, threads, shared in kernels if grid
+    ]

@@ -20,7 +20,7 @@ from .. import jit, launch, structs, tiles, tiles_fp
 from ..device import DeviceInfo
 from ..types import UNBOUNDED, ArrayView, Plan, Problem, name_of
 from . import cuda_decode, cuda_fp
-from .cuda_instance import CUDA_TYPES, ITEMSIZE, LARGEST_GRID, MASK_ARRAY, MASK_RIGHT, SHORT_TYPES
+from .cuda_instance import CUDA_TYPES, ITEMSIZE, LARGEST_GRID, MASK_ARRAY, MASK_RIGHT, SHORT_TYPES, loaded
 
 MOST_PARTS = 128  # of a sequence, unless num_splits says so
 LEAST_TILES = 4  # of keys, of a part
@@ -230,12 +230,7 @@ def launches(plan: Plan, problem: Problem) -> tuple[Instance, Split, list[launch
     """The planned instance for the arrays of this run, which may be aligned otherwise than those of the plan; and what is launched."""
     chosen, how = plan.extra
     ready = dataclasses.replace(chosen, load=cuda_fp.width(structs.copy_bytes((problem.q, problem.k, problem.v)), chosen.dtype))
-    place = problem.q.device
-    todo = [
-        launch.Step(jit.function(source, place, shared), grid, threads, shared)
-        for source, grid, threads, shared in steps(problem, ready, how) if grid
-    ]
-    return ready, how, todo
+    return ready, how, loaded(steps(problem, ready, how), problem.q.device)
 
 
 def run(plan: Plan, problem: Problem, pointers: Callable[[Problem], AbstractContextManager[dict[str, int]]]) -> None:

@@ -1,5 +1,5 @@
 // How a block of decode.cu brings its keys, values and queries into shared memory, stage after stage. C is the configuration of decode.cu.
-#include "include/deal.cuh"
+#include "include/cursor.cuh"
 #include "include/decode_pages.cuh"
 #include "include/parts.cuh"
 
