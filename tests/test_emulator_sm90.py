@@ -5,13 +5,13 @@ from __future__ import annotations
 import ml_dtypes
 import numpy as np
 import pytest
-from cuflash import arrays, jit
+from cuflash import arrays, jit, tensor_map
 from emulator import emulate
 from emulator.guarded import Guarded
 
 pytestmark = pytest.mark.skipif(emulate.why_unusable() is not None, reason=f"nothing can be emulated here: {emulate.why_unusable()}")
 
-SHARED = 32768
+SHARED = 49152
 PARAMS = np.dtype([("which", np.int32), ("bytes", np.int32), ("a", np.uint64), ("b", np.uint64), ("output", np.uint64)])
 HEAD = """
 struct Probe {
@@ -43,7 +43,8 @@ extern "C" __global__ void probe(const __grid_constant__ Probe p) {{
         for (int r = 0; r < 4; ++r) a[k][r] = p.a[(row + r % 2 * 8) * {steps} * 8 + 8 * k + r / 2 * 4 + t];
         const u64 b = {descriptor}ull + ((base + k * {step_bytes}) >> 4) + (p.which == 2 && i == 77);
         const u64 from = {a_descriptor}ull + ((base + {a_place} + k * 32) >> 4);
-        asm volatile("wgmma.mma_async.sync.aligned.m64n{columns}k16.f32.{dtype}.{dtype} {operand_list}, 1, 1, {transposed};"
+        asm volatile("{{.reg .pred p; setp.ne.b32 p, {adds}, 0;"
+                     "wgmma.mma_async.sync.aligned.m64n{columns}k16.f32.{dtype}.{dtype} {operand_list}, p, 1, 1, {transposed};}}"
                      : {d_operands} : {a_operands}, "l"(b), "r"(k > 0));
         if (k == 0) commit();
     }}
@@ -109,6 +110,12 @@ extern "C" __global__ void probe(const __grid_constant__ Probe p) {
         asm volatile("barrier.sync %0, %1;" ::"r"(1 + threadIdx.x / 32), "n"(32) : "memory");
         sum = load_smem_4(base + 512 + 4 * (threadIdx.x ^ 1));
     }
+    if (which == 12 || which == 13) {  // warp 0 goes on at once: warp 1 knows of what it has written, not the other way round
+        if ((which == 12) == (threadIdx.x < 32)) store_smem(base + 512 + 4 * threadIdx.x, threadIdx.x);
+        if (threadIdx.x < 32) asm volatile("bar.arrive %0, %1;" ::"r"(5), "r"(64) : "memory");
+        else asm volatile("bar.sync %0, %1;" ::"r"(5), "r"(64) : "memory");
+        if ((which == 12) == (threadIdx.x >= 32)) sum = load_smem_4(base + 512 + 4 * (threadIdx.x ^ 32));
+    }
     if (which == 11) {  // and what it orders is within the warp
         store_smem(base + 512 + 4 * threadIdx.x, threadIdx.x);
         asm volatile("bar.sync %0, %1;" ::"r"(1 + threadIdx.x / 32), "n"(32) : "memory");
@@ -160,7 +167,7 @@ class Product:
     def tile(self, rows: np.ndarray) -> np.ndarray:
         """Blocks of columns, in whose rows the 16-byte pieces change places by the row's number."""
         pieces = rows.reshape(len(rows), -1, self.width // 8, 8).transpose(1, 0, 2, 3)
-        swizzle = np.arange(len(rows)) & 7 if self.width == 64 else np.arange(len(rows)) >> 1 & 3
+        swizzle = np.arange(len(rows)) * 2 * self.width >> 7 & self.width // 8 - 1
         turned = np.empty_like(pieces)
         for row, change in enumerate(swizzle):
             turned[:, row, np.arange(self.width // 8) ^ change] = pieces[:, row]
@@ -168,7 +175,7 @@ class Product:
 
     def text(self) -> str:
         registers, row_bytes = self.columns // 2, 2 * self.width
-        common = (1 if self.width == 64 else 2) << 62 | 8 * row_bytes >> 4 << 32
+        common = {64: 1, 32: 2, 16: 3}[self.width] << 62 | 8 * row_bytes >> 4 << 32
         block_bytes = row_bytes * (16 * self.steps if self.transposed else self.columns)
         a = ['"l"(from)'] if self.of_memory else [f'"r"(a[k][{n}])' for n in range(4)]
         d = ", ".join(f"%{n}" for n in range(registers))
@@ -176,7 +183,7 @@ class Product:
         return HEAD + PRODUCT.format(
             registers=registers, steps=self.steps, columns=self.columns, dtype=self.dtype, descriptor=common | block_bytes >> 4 << 16,
             a_descriptor=common, a_place=self.b.nbytes, step_bytes=16 * row_bytes if self.transposed else 32,
-            operand_list=f"{{{d}}}, {a_list[0] if self.of_memory else '{' + ', '.join(a_list) + '}'}, {b}, {adds}",
+            operand_list=f"{{{d}}}, {a_list[0] if self.of_memory else '{' + ', '.join(a_list) + '}'}, {b}", adds=adds,
             transposed=f"{'0, ' if self.of_memory else ''}{int(self.transposed)}",
             d_operands=", ".join(f'"+f"(d[{n}])' for n in range(registers)), a_operands=", ".join(a),
         )  # fmt: skip
@@ -191,14 +198,18 @@ class Product:
         return by_thread.transpose(0, 4, 1, 3, 2, 5).reshape(64, self.columns)
 
 
-@pytest.mark.parametrize("width", [64, 32])
+@pytest.mark.parametrize("width", [64, 32, 16])
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize(
-    "columns, dtype, of_memory", [(32, "bf16", False), (64, "f16", False), (64, "bf16", True), (128, "bf16", False), (128, "f16", True)],
+    "columns, dtype, of_memory",
+    [
+        (8, "f16", True), (32, "bf16", False), (64, "f16", False), (64, "bf16", True), (80, "bf16", True), (96, "f16", False),
+        (128, "bf16", False), (176, "bf16", True), (192, "f16", False), (256, "f16", True),
+    ],
 )
 def test_products_of_a_warpgroup(emulator, columns, dtype, of_memory, transposed, width):
-    if transposed and columns < width:
-        pytest.skip("a block is wider than the matrix")
+    if transposed and columns % width:
+        pytest.skip("the last block is wider than what is left of the matrix")
     product = Product(columns, dtype, transposed, width, of_memory)
     want = product.a.astype(np.float64) @ product.b.astype(np.float64)
     np.testing.assert_allclose(product.run(emulator, product.compile(emulator)), want, atol=1e-5)
@@ -246,6 +257,7 @@ def ring(emulator):
 def test_a_ring_of_stages(ring):
     np.testing.assert_allclose(ring(0)[32:], ring.want, rtol=1e-5)
     assert ring(10).tolist() == [i ^ 1 for i in range(64)]
+    assert ring(12)[32:].tolist() == list(range(32))
 
 
 RING_FAULTS = {
@@ -259,6 +271,7 @@ RING_FAULTS = {
     8: r"barrier.sync 3, \d+: others came to it as one of \d+ threads",
     9: r"bar.sync 16, 64: there are barriers 0 to 15, of whole warps of the block's 64 threads",
     11: r"race: (ld.shared reads|st.shared writes) shared memory at \d+, thread \d+ (wrote|read) it",
+    13: r"race: (ld.shared reads|st.shared writes) shared memory at \d+, thread \d+ (wrote|read) it",
 }
 
 
@@ -319,3 +332,101 @@ def test_faults_of_a_cluster_are_found(cluster, which):
     with pytest.raises(emulate.EmulationError, match=CLUSTER_FAULTS[which]):
         cluster(which)
     np.testing.assert_allclose(cluster(0), cluster.want, rtol=1e-5)
+
+
+# ---- boxes of arrays ----------------------------------------------------------------------------------------------------
+
+# Thread 0 copies a box of 128 numbers by the map in b; all wait and hand it on. which: 10 times 0, or what is done wrong or otherwise, and
+# the rank.
+BOXES = """
+extern "C" __global__ void probe(const __grid_constant__ Probe p) {
+    extern __shared__ __align__(1024) unsigned char smem[];
+    const u32 base = smem_address(smem), barrier = base + 2048;
+    const int i = threadIdx.x, rank = p.which % 10, which = p.which / 10;
+    const auto& map = *reinterpret_cast<const TensorMap*>(p.b);
+    if (i == 0) mbarrier_init(barrier, 1);
+    mbarrier_init_fence();
+    if (which == 3 || which == 4) store_smem(base + 4 * i, 0u);
+    if (which == 4) async_proxy_fence();
+    __syncthreads();
+    if (i == 0) {
+        prefetch_map(map);
+        const u32 to = base + (which == 7 ? 64 : 0);
+        if (which != 6 && which != 8) mbarrier_expect(barrier, which == 2 ? 528 : 512);
+        if (rank == 3) copy_box(to, map, barrier, 0, 1, 2);
+        if (rank == 4) copy_box<READ_AGAIN>(to, map, barrier, 0, 1, 1, 2);
+        if (rank == 5) copy_box(to, map, barrier, 0, 1, 0, 1, 2);
+        if (which == 8) mbarrier_expect(barrier, 512);
+    }
+    if (which == 6) return;
+    if (which == 5 && i >= 64) __syncwarp();  // the others come first
+    if (which != 1 && (which != 5 || i < 64)) mbarrier_wait(barrier, 0);
+    p.output[i] = __uint_as_float(load_smem_4(base + 4 * i));
+}
+"""
+BOX_SHAPES = {3: (3,), 4: (3, 2), 5: (3, 2, 1)}  # before rows and columns; the box is the last of them, from its second row on
+BOX_FAULTS = {
+    1: r"race: cp.async.bulk\S+ writes shared memory at \d+, thread \d+ read|ld.shared reads shared memory at \d+, where thread 0 copies",
+    2: r"deadlock: it waits at mbarrier.try_wait",
+    3: r"a bulk copy writes shared memory at \d+, thread \d+ wrote it, no fence.proxy.async in between",
+    5: r"race: ld.shared reads shared memory at \d+, thread 0 wrote it",
+    6: r"the block ends while 1 bulk copies into its shared memory are under way",
+    7: r"cp.async.bulk.tensor: misaligned, shared memory at 64 is no multiple of 128",
+}
+
+
+@pytest.fixture(scope="module")
+def boxes(emulator):
+    """Runs the kernel: what has arrived, and what should; each in rows of 16 bytes, as they lie without a swizzle."""
+    text = HEAD.partition("inline void fence")[0] + BOXES
+    library = emulator.compile(jit.assemble(jit.Source("include/async.cuh", text, "probe")), "probe", "Probe", 900)
+
+    def tried(rank: int = 4, which: int = 0, swizzle: int = 128, asked: int = 0, there: int = 3) -> tuple[np.ndarray, np.ndarray]:
+        columns = (swizzle or 128) // 4
+        rows = 128 // columns
+        array = np.random.default_rng(1).standard_normal((*BOX_SHAPES[rank], rows, columns)).astype(np.float32)
+        inside = array[..., : columns - 3]  # of each row, with 3 columns of something else behind it
+        guarded = Guarded(arrays.view(array[:there], "a"), "end")
+        box = (columns, rows, *(1,) * (rank - 2))
+        with emulate.tensor_maps():
+            made = tensor_map.TensorMap(4, inside.shape[::-1], array.strides[-2::-1], box, swizzle).at(guarded.view.pointer)
+        image = emulate.aligned(np.frombuffer(made, np.uint8))
+        result = np.full(128, np.nan, np.float32)
+        memory = {"a": guarded, "output": Guarded(arrays.view(result, "output"), "end", True)}
+        params = np.zeros(1, PARAMS)
+        params[0] = (asked or rank) + 10 * which, 0, guarded.view.pointer, image.ctypes.data, memory["output"].view.pointer
+        emulator.execute(library, params, 1, 128, SHARED, memory)
+        memory["output"].write_back()
+        want = np.zeros((rows, columns), np.float32)
+        want[:-1, :-3] = inside[(-1,) * (rank - 2)][1:]
+        place = np.arange(32) * 16
+        return result.reshape(-1, 4)[(place ^ (place >> 7 & (max(swizzle, 16) // 16 - 1)) << 4) // 16], want.reshape(-1, 4)
+
+    return tried
+
+
+@pytest.mark.parametrize("rank", BOX_SHAPES)
+@pytest.mark.parametrize("swizzle", [0, 32, 64, 128])
+def test_boxes(boxes, rank, swizzle):
+    """Rows and columns that are outside arrive as 0; 16-byte pieces change places by the address."""
+    found, want = boxes(rank, swizzle=swizzle)
+    assert (found == want).all()
+
+
+@pytest.mark.parametrize("which", [4, 8])
+def test_boxes_over_what_was_written_and_ahead_of_what_is_expected(boxes, which):
+    found, want = boxes(which=which)
+    assert (found == want).all()
+
+
+@pytest.mark.parametrize("which", BOX_FAULTS)
+def test_faults_of_boxes_are_found(boxes, which):
+    with pytest.raises(emulate.EmulationError, match=BOX_FAULTS[which]):
+        boxes(which=which)
+
+
+def test_maps_that_do_not_fit_are_found(boxes):
+    with pytest.raises(emulate.EmulationError, match=r"cp.async.bulk.tensor: of 3 dimensions, the map has 4"):
+        boxes(4, asked=3)
+    with pytest.raises(emulate.EmulationError, match=r"cp.async.bulk.tensor reads byte \d+ of a, which has"):
+        boxes(there=2)

@@ -35,7 +35,7 @@ ROOMS = (
     ("jit", "launch", "staging", "structs"),
     ("tiles_fp", "tiles_fa1", "tiles_decode"),
     ("compiled", "tiles"),
-    ("reference", "alibi", "device", "host"),
+    ("reference", "alibi", "device", "host", "tensor_map"),
     ("modifiers", "driver"),
     ("types",),
 )

@@ -13,6 +13,11 @@ __device__ __forceinline__ void mbarrier_arrive(u32 barrier_smem) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier_smem) : "memory");
 }
 
+// Arrive, and let the phase wait for so many bytes of copies that complete on the barrier.
+__device__ __forceinline__ void mbarrier_expect(u32 barrier_smem, u32 bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier_smem), "r"(bytes) : "memory");
+}
+
 // Wait until the phase of this parity is completed, if it is the current one.
 __device__ __forceinline__ void mbarrier_wait(u32 barrier_smem, u32 parity) {
     u32 done = 0;
@@ -21,8 +26,38 @@ __device__ __forceinline__ void mbarrier_wait(u32 barrier_smem, u32 parity) {
                      : "=r"(done) : "r"(barrier_smem), "r"(parity) : "memory");
 }
 
-// Tensor cores read shared memory on a way of their own: they see what this thread has written, if it tells others after this.
+// Tensor cores and bulk copies have a way of their own to shared memory: they see, or overwrite, what this thread has written, if it tells
+// others after this.
 __device__ __forceinline__ void async_proxy_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// ---- boxes of arrays, as tensor maps describe them ----------------------------------------------------------------------
+
+// To the L2 cache, of what a copy reads: as anything else, or to be the last to leave. READ_ONCE (ptx.cuh) is the first.
+constexpr u64 READ_AS_USUAL = 0x1000000000000000ull, READ_AGAIN = 0x14f0000000000000ull;
+
+// The map is a member of the kernel's parameters. It is fetched as any memory is: before its first use, not to wait for it then.
+__device__ __forceinline__ void prefetch_map(const TensorMap& map) { asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory"); }
+
+// One thread copies a box to a multiple of 128 bytes; of 1024, with a swizzle of 128. Then come the coordinates of the first element, the
+// innermost one first; what lies outside the array becomes 0. The barrier is told of all bytes of the box when they are there.
+template <u64 HINT = READ_AS_USUAL>
+__device__ __forceinline__ void copy_box(u32 dst_smem, const TensorMap& map, u32 barrier_smem, int x, int y, int z) {
+    asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint "
+                 "[%0], [%1, {%2, %3, %4}], [%5], %6;"
+                 ::"r"(dst_smem), "l"(&map), "r"(x), "r"(y), "r"(z), "r"(barrier_smem), "l"(HINT) : "memory");
+}
+template <u64 HINT = READ_AS_USUAL>
+__device__ __forceinline__ void copy_box(u32 dst_smem, const TensorMap& map, u32 barrier_smem, int x, int y, int z, int u) {
+    asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint "
+                 "[%0], [%1, {%2, %3, %4, %5}], [%6], %7;"
+                 ::"r"(dst_smem), "l"(&map), "r"(x), "r"(y), "r"(z), "r"(u), "r"(barrier_smem), "l"(HINT) : "memory");
+}
+template <u64 HINT = READ_AS_USUAL>
+__device__ __forceinline__ void copy_box(u32 dst_smem, const TensorMap& map, u32 barrier_smem, int x, int y, int z, int u, int v) {
+    asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint "
+                 "[%0], [%1, {%2, %3, %4, %5, %6}], [%7], %8;"
+                 ::"r"(dst_smem), "l"(&map), "r"(x), "r"(y), "r"(z), "r"(u), "r"(v), "r"(barrier_smem), "l"(HINT) : "memory");
+}
 
 // Change the number of registers of each thread of this warpgroup, within what the block got at its start.
 template <int REGISTERS> __device__ __forceinline__ void registers_raise() {

@@ -23,6 +23,15 @@ template <int THREADS, int NUMBER = 0> __device__ __forceinline__ void block_bar
     asm volatile("barrier.sync %0, %1;" ::"n"(NUMBER), "n"(THREADS) : "memory");
 }
 
+// The same by its number; and to let it count this thread without waiting there.
+template <int THREADS> __device__ __forceinline__ void block_barrier(int number) {
+    asm volatile("barrier.sync %0, %1;" ::"r"(number), "n"(THREADS) : "memory");
+}
+
+template <int THREADS> __device__ __forceinline__ void block_barrier_arrive(int number) {
+    asm volatile("barrier.arrive %0, %1;" ::"r"(number), "n"(THREADS) : "memory");
+}
+
 // ---- copies from global to shared memory: asynchronous from sm_80 on ----------------------------------------------------
 
 // To the L2 cache: what nobody else will read is the first to leave (EVICT_FIRST, as createpolicy encodes it from sm_90 on).

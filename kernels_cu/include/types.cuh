@@ -31,6 +31,11 @@ template <class In> struct ProductType<In, true> {
     using Type = Fp16;
 };
 
+// What the copy engine of sm_90 must know of an array to copy boxes of it; cuflash/tensor_map.py has them made. Its bits are the driver's.
+struct alignas(64) TensorMap {
+    u64 opaque[16];
+};
+
 constexpr float LOG2E = 1.4426950408889634f;
 constexpr float LN2 = 0.6931471805599453f;
 

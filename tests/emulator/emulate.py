@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from cuflash import arrays, jit, structs, tiles_fp
+from cuflash import arrays, driver, jit, structs, tiles_fp
 from cuflash.backends import cuda, cuda_append, cuda_decode, cuda_fa1, cuda_fp, cuda_parts, packed
 from cuflash.device import DeviceInfo
 from cuflash.types import Append, ArrayView, Problem
@@ -78,6 +78,62 @@ def _compile(sources: Sequence[Path], library: Path, *flags: str) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     if done.returncode != 0:
         raise RuntimeError(f"{library.stem} does not compile for the host:\n{done.stderr[:5000]}")
+
+
+class Map(ctypes.Structure):  # of sm90.cpp
+    _fields_ = [
+        ("address", ctypes.c_uint64), ("stride", ctypes.c_uint64 * 4), ("size", ctypes.c_uint32 * 5), ("box", ctypes.c_uint32 * 5),
+        ("rank", ctypes.c_uint32), ("item_bytes", ctypes.c_uint32), ("swizzle_bytes", ctypes.c_uint32),
+    ]
+
+
+class Driver:
+    """In the place of CUDA's driver library: makes tensor maps that the emulator reads."""
+
+    ITEM_BYTES = {0: 1, 1: 2, 2: 4, 4: 8}  # by CUtensorMapDataType
+    SWIZZLE_BYTES = (0, 32, 64, 128)
+
+    @classmethod
+    def cuTensorMapEncodeTiled(  # noqa: N802
+        cls, place, dtype, rank, address, shape, strides, box, steps, interleave, swizzle, promotion, fill,
+    ):
+        if place.value % 64 or address.value % 16 or any(n != 1 for n in steps) or interleave.value or fill.value:
+            return 1
+        made = Map.from_address(place.value)
+        made.address, made.rank = address.value, rank.value
+        made.stride[: rank.value - 1], made.size[: rank.value], made.box[: rank.value] = strides[: rank.value - 1], shape[:], box[:]
+        made.item_bytes, made.swizzle_bytes = cls.ITEM_BYTES[dtype.value], cls.SWIZZLE_BYTES[swizzle.value]
+        return 0
+
+    @staticmethod
+    def cuTensorMapReplaceAddress(place, address):  # noqa: N802
+        if place.value % 64 or address.value % 16:
+            return 1
+        Map.from_address(place.value).address = address.value
+        return 0
+
+    @staticmethod
+    def cuGetErrorName(status, name):  # noqa: N802
+        name._obj.value = b"CUDA_ERROR_INVALID_VALUE"
+        return 0
+
+
+@contextlib.contextmanager
+def tensor_maps() -> Iterator[None]:
+    """Inside, tensor maps are those of the :class:`Driver`."""
+    real, driver.library = driver.library, lambda: Driver  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        driver.library = real
+
+
+def aligned(params: np.ndarray) -> np.ndarray:
+    """A copy of a parameter struct at a multiple of 64 bytes, as CUDA has it."""
+    memory = np.empty(params.nbytes + 64, np.uint8)
+    first = -memory.ctypes.data % 64
+    memory[first : first + params.nbytes] = np.frombuffer(params.tobytes(), np.uint8)
+    return memory[first : first + params.nbytes]
 
 
 class Emulator:
@@ -156,6 +212,7 @@ class Emulator:
             If a thread did something that is not allowed.
         """
         runtime = self._runtime.result()
+        params = aligned(params)
         entry = ctypes.CDLL(str(library)).emulated_entry
         ranges = (_Range * len(memory))(*(_Range(name.encode(), a.begin, a.end) for name, a in memory.items()))
         message = ctypes.create_string_buffer(1000)

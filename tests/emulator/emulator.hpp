@@ -8,6 +8,7 @@ extern int current;     // the thread that runs, of those that run together
 extern unsigned block;  // the first of their blocks
 unsigned thread_index();
 unsigned block_index();
+extern unsigned grid_blocks;
 }  // namespace emulator
 
 // ---- CUDA C++ -----------------------------------------------------------------------------------------------------------
@@ -46,6 +47,11 @@ static const struct {
         operator unsigned() const { return emulator::block_index(); }
     } x;
 } blockIdx = {};
+static const struct {
+    struct {
+        operator unsigned() const { return emulator::grid_blocks; }
+    } x;
+} gridDim = {};
 
 extern "C" {
 float expf(float) noexcept;
@@ -136,7 +142,9 @@ inline void cp_async_cg_shared_global_L2_cache_hint(b32 to, const void* from, in
     cp_async_cg_shared_global(to, from, bytes, read);
 }
 void barrier_sync(int barrier, int count);
+void barrier_arrive(int barrier, int count);
 void bar_sync(int barrier, int count);
+void bar_arrive(int barrier, int count);
 void cp_async_commit_group();
 void cp_async_wait_group(int left);
 void ld_global_nc_b32(b32& x, const void* from);
@@ -170,6 +178,7 @@ void mma_sync_aligned_m16n8k16_row_col_f64_f64_f64_f64(
 
 // ---- PTX of sm_90 -------------------------------------------------------------------------------------------------------
 
+inline void setp_ne_b32(bool& p, b32 a, b32 b) { p = a != b; }
 inline void selp_u32(b32& d, b32 a, b32 b, bool p) { d = p ? a : b; }
 inline void setmaxnreg_inc_sync_aligned_u32(int) {}
 inline void setmaxnreg_dec_sync_aligned_u32(int) {}
@@ -177,6 +186,14 @@ inline void setmaxnreg_dec_sync_aligned_u32(int) {}
 void mbarrier_init_shared_cta_b64(b32 barrier, int count);
 inline void fence_mbarrier_init_release_cluster() {}
 void mbarrier_arrive_shared_cta_b64(b32 barrier);
+void mbarrier_arrive_expect_tx_shared_cta_b64(b32 barrier, b32 bytes);
+void prefetch_tensormap(const void* map);
+void cp_async_bulk_tensor_3d_shared_cluster_global_tile_mbarrier_complete_tx_bytes_L2_cache_hint(
+    b32 to, const void* map, int x, int y, int z, b32 barrier, unsigned long long);
+void cp_async_bulk_tensor_4d_shared_cluster_global_tile_mbarrier_complete_tx_bytes_L2_cache_hint(
+    b32 to, const void* map, int x, int y, int z, int u, b32 barrier, unsigned long long);
+void cp_async_bulk_tensor_5d_shared_cluster_global_tile_mbarrier_complete_tx_bytes_L2_cache_hint(
+    b32 to, const void* map, int x, int y, int z, int u, int v, b32 barrier, unsigned long long);
 void cp_async_mbarrier_arrive_noinc_shared_cta_b64(b32 barrier);
 void mbarrier_try_wait_parity_shared_cta_b64(bool& done, b32 barrier, b32 parity);
 void fence_proxy_async_shared_cta();
@@ -202,7 +219,7 @@ struct Wgmma {
     void add(const b32& x) { a[a_count++] = &x; }
     void add(b32&&) = delete;
     void add(unsigned long long x) { rest[rest_count++] = x; }
-    void add(int x) { rest[rest_count++] = x; }
+    void add(int x) { rest[rest_count++] = x; }  // or a predicate
 };
 void begin_wgmma(const Wgmma& operands, int columns, bool bfloat);
 
@@ -219,9 +236,10 @@ template <int COLUMNS, bool BFLOAT, class... Operands> void wgmma(Operands&&... 
     template <class... T> void wgmma_mma_async_sync_aligned_m64n##columns##k16_f32_bf16_bf16(T&&... operands) {      \
         wgmma<columns, true>(static_cast<T&&>(operands)...);                                                         \
     }
-WGMMA(32)
-WGMMA(64)
-WGMMA(128)
+WGMMA(8) WGMMA(16) WGMMA(24) WGMMA(32) WGMMA(40) WGMMA(48) WGMMA(56) WGMMA(64)
+WGMMA(72) WGMMA(80) WGMMA(88) WGMMA(96) WGMMA(104) WGMMA(112) WGMMA(120) WGMMA(128)
+WGMMA(136) WGMMA(144) WGMMA(152) WGMMA(160) WGMMA(168) WGMMA(176) WGMMA(184) WGMMA(192)
+WGMMA(200) WGMMA(208) WGMMA(216) WGMMA(224) WGMMA(232) WGMMA(240) WGMMA(248) WGMMA(256)
 #undef WGMMA
 
 }  // namespace ptx

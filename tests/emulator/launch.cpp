@@ -4,7 +4,7 @@
 #include "sm90.hpp"
 
 int emulator::current;
-unsigned emulator::block;
+unsigned emulator::block, emulator::grid_blocks;
 
 unsigned emulator::thread_index() { return current % block_threads; }
 unsigned emulator::block_index() { return block + rank(); }
@@ -80,7 +80,7 @@ extern "C" bool emulator_launch(void (*entry)(const void*), const void* params, 
     static volatile unsigned next;
     constexpr int SIGNALS[] = {SIGSEGV, SIGBUS, SIGILL, SIGTRAP};
     kernel = entry, kernel_params = params, message = l.message, message_size = l.message_size;
-    shared_bytes = l.shared_bytes, ranges = l.ranges, range_count = l.range_count;
+    grid_blocks = l.blocks, shared_bytes = l.shared_bytes, ranges = l.ranges, range_count = l.range_count;
     static struct sigaction old_actions[4];
     static stack_t old_stack;
     stack_t stack = {};

@@ -33,6 +33,7 @@ struct Access {
 struct Word {                   // of shared memory
     Access written;             // by thread -1: never
     bool under_way;             // an asynchronous copy into it has not been waited for
+    bool bulk;                  // it was a bulk copy that wrote it
     std::vector<Access> reads;  // since then, one a thread
 };
 
@@ -57,7 +58,7 @@ inline void reset_memory(int blocks) {
     for (int start = 0; start < blocks * WINDOW; start += WINDOW) {
         memset(smem + start, 0xff, shared_bytes);  // NaN
         for (Word* w = words + start / 4; w < words + (start + shared_bytes) / 4; ++w)
-            w->written = {-1, 0}, w->under_way = false, w->reads.clear();
+            w->written = {-1, 0}, w->under_way = w->bulk = false, w->reads.clear();
     }
     for (Copies& c : copies) c.all.clear(), c.groups.clear(), c.open = 0;
 }
@@ -103,7 +104,7 @@ inline unsigned char* write_shared(unsigned address, int bytes, const char* what
         for (const Access& read : w.reads)
             if (!read.is_known())
                 fail("race: %s writes shared memory at %u, thread %d read it, no barrier in between", what, 4 * i % WINDOW, read.thread);
-        w.written = {current, known[current][current]}, w.under_way = under_way;
+        w.written = {current, known[current][current]}, w.under_way = under_way, w.bulk = false;
         w.reads.clear();
     }
     return smem + start;
@@ -129,12 +130,14 @@ inline long offset_in(const Range& r, const void* address) {
     return long(reinterpret_cast<intptr_t>(address) - reinterpret_cast<intptr_t>(r.begin));
 }
 
-inline const void* read_global(const void* address, int bytes, const char* what) {
+// `alignment`: as many bytes as are read, unless it is given.
+inline const void* read_global(const void* address, int bytes, const char* what, int alignment = 0) {
+    if (alignment == 0) alignment = bytes;
     const Range& r = nearest(address);
     const long offset = offset_in(r, address), size = long(r.end - r.begin);
     if (offset < 0 || offset + bytes > size) fail("%s reads byte %ld of %s, which has %ld", what, offset, r.name, size);
-    if (reinterpret_cast<uintptr_t>(address) % bytes != 0)
-        fail("%s: misaligned, it reads byte %ld of %s, at no multiple of %d", what, offset, r.name, bytes);
+    if (reinterpret_cast<uintptr_t>(address) % alignment != 0)
+        fail("%s: misaligned, it reads byte %ld of %s, at no multiple of %d", what, offset, r.name, alignment);
     return address;
 }
 
@@ -161,6 +164,11 @@ inline void commit_copies() {
     copies[current].open = 0;
 }
 
+inline void fill(const Copy& c) {
+    memset(smem + c.to, 0, c.bytes);
+    memcpy(smem + c.to, c.from, c.read);
+}
+
 // Complete the oldest of the current thread's copies.
 inline void complete_copies(size_t count) {
     auto& all = copies[current].all;
@@ -168,8 +176,7 @@ inline void complete_copies(size_t count) {
         const Copy& c = all[n];
         for (unsigned i = c.to / 4; i < (c.to + c.bytes) / 4; ++i)
             words[i].under_way = false, words[i].written.interval = known[current][current];
-        memset(smem + c.to, 0, c.bytes);
-        memcpy(smem + c.to, c.from, c.read);
+        fill(c);
     }
     all.erase(all.begin(), all.begin() + count);
 }

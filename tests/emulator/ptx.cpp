@@ -50,7 +50,9 @@ void cp_async_cg_shared_global(unsigned to, const void* from, int bytes, int rea
 void cp_async_ca_shared_global(unsigned to, const void* from, int bytes, int read) { begin_copy(to, from, bytes, read, "cp.async"); }
 void cp_async_cg_shared_global_L2_128B(unsigned to, const void* from, int bytes) { begin_copy(to, from, bytes, bytes, "cp.async"); }
 void barrier_sync(int barrier, int count) { block_barrier("barrier.sync", false, barrier, count); }
+void barrier_arrive(int barrier, int count) { block_barrier("barrier.arrive", false, barrier, count, false); }
 void bar_sync(int barrier, int count) { block_barrier("bar.sync", false, barrier, count); }
+void bar_arrive(int barrier, int count) { block_barrier("bar.arrive", false, barrier, count, false); }
 void cp_async_commit_group() { commit_copies(); }
 void cp_async_wait_group(int left) { wait_for_copies(left); }
 

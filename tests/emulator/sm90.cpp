@@ -11,9 +11,16 @@ namespace emulator {
 
 // ---- mbarriers ----------------------------------------------------------------------------------------------------------
 
+struct Bulk {  // a copy that completes on a mbarrier
+    Access by;
+    std::vector<Copy> parts;
+};
+
 struct Phases {
     int count, pending;  // arrivals that complete a phase, and that are left of the current one
+    long bytes;          // of bulk copies that it waits for; below 0 where they are ahead of what is to be expected
     unsigned phase;
+    std::vector<Bulk> copies;            // of the current phase
     std::vector<int> told, told_before;  // by those who have arrived, in the current phase and in the last one
 };
 static std::map<unsigned, Phases> mbarriers;  // by place
@@ -25,15 +32,102 @@ static Phases& mbarrier_at(unsigned address, const char* what) {
     return found->second;
 }
 
-static void arrive(unsigned address, const char* what) {
-    Phases& b = mbarrier_at(address, what);
-    tell(b.told.data());
-    if (--b.pending > 0) return;
+// Complete the phase if nothing is left of it.
+static void try_to_complete(unsigned address, Phases& b) {
+    if (b.pending > 0 || b.bytes != 0) return;
+    for (const Bulk& copy : b.copies) {
+        for (const Copy& c : copy.parts) {
+            for (unsigned i = c.to / 4; i < (c.to + c.bytes) / 4; ++i) words[i].under_way = false, words[i].bulk = true;
+            fill(c);
+        }
+        if (b.told[copy.by.thread] < copy.by.interval) b.told[copy.by.thread] = copy.by.interval;
+    }
+    bulk_copies -= b.copies.size();
+    b.copies.clear();
     b.told_before = b.told, b.pending = b.count, ++b.phase;
     b.told.assign(MOST_THREADS, 0);
     for (int other = 0; other < thread_count; ++other)
         if (threads[other].state == State::WAITS_FOR_PHASE && threads[other].waits_on == place(address))
             threads[other].state = State::READY;
+}
+
+static void arrive(unsigned address, const char* what, unsigned bytes = 0) {
+    Phases& b = mbarrier_at(address, what);
+    if (b.pending == 0) fail("%s: more than %d arrivals in a phase", what, b.count);
+    tell(b.told.data());
+    --b.pending, b.bytes += bytes;
+    try_to_complete(address, b);
+}
+
+// ---- bulk copies --------------------------------------------------------------------------------------------------------
+
+// Tensor cores and bulk copies see what has been written if the writer, or somebody later who knows of it, has put a fence behind it.
+static void check_fence(unsigned address, const char* what) {
+    const Word& word = words[place(address) / 4];
+    const Access& w = word.written;
+    if (w.thread < 0 || word.bulk) return;
+    if (known_to_tensor_cores[current][w.thread] < w.interval && known_to_tensor_cores[w.thread][w.thread] < w.interval)
+        fail("%s shared memory at %u, thread %d wrote it, no fence.proxy.async in between", what, address, w.thread);
+}
+
+// Pieces of 16 bytes; their places hold NaN until the phase is completed, and only then are the sources read. The copy is an interval of
+// its own.
+static void begin_bulk(std::vector<Copy> parts, unsigned barrier, const char* what) {
+    Phases& b = mbarrier_at(barrier, what);
+    const int interval = ++known[current][current];
+    for (Copy& c : parts) {
+        if (c.read > 0) read_global(c.from, c.read, what, 1);
+        check_fence(c.to, "a bulk copy writes");
+        memset(write_shared(c.to, 16, what, true), 0xff, 16);
+        c.to = place(c.to);
+        b.bytes -= 16;
+    }
+    b.copies.push_back({{current, interval}, std::move(parts)});
+    ++known[current][current];
+    ++bulk_copies;
+    try_to_complete(barrier, b);
+}
+
+struct Map {  // mirrored in emulate.py
+    const unsigned char* address;
+    unsigned long long stride[4];  // bytes, from dimension 1 on
+    unsigned size[5], box[5];
+    unsigned rank, item_bytes, swizzle_bytes;  // 0, 32, 64 or 128
+};
+
+static const Map& map_at(const void* map, const char* what) {
+    if (reinterpret_cast<uintptr_t>(map) % 64 != 0) fail("%s: a tensor map at no multiple of 64", what);
+    return *static_cast<const Map*>(map);
+}
+
+// A box of an array, line by line; what is outside becomes 0. In a line, 16-byte pieces are exchanged by the address.
+static void copy_box(unsigned to, const void* map, const int (&first)[5], unsigned rank, unsigned barrier) {
+    const char* what = "cp.async.bulk.tensor";
+    const Map& m = map_at(map, what);
+    if (m.rank != rank) fail("%s: of %u dimensions, the map has %u", what, rank, m.rank);
+    if (to % 128 != 0) fail("%s: misaligned, shared memory at %u is no multiple of 128", what, to);
+    unsigned lines = 1;
+    for (unsigned n = 1; n < rank; ++n) lines *= m.box[n];
+    const unsigned line_bytes = m.box[0] * m.item_bytes, swizzled = m.swizzle_bytes / 16 - (m.swizzle_bytes > 0);
+    std::vector<Copy> parts;
+    for (unsigned line = 0; line < lines; ++line) {
+        const unsigned char* from = m.address;
+        bool inside = true;
+        for (unsigned n = 1, rest = line; n < rank; rest /= m.box[n++]) {
+            const long at = first[n] + long(rest % m.box[n]);
+            inside = inside && at >= 0 && at < long(m.size[n]);
+            from += at * m.stride[n - 1];
+        }
+        for (unsigned piece = 0; piece < line_bytes; piece += 16) {
+            const long column = first[0] + long(piece / m.item_bytes);
+            if (column < 0) fail("%s: column %ld; the emulator knows those from 0 on", what, column);
+            const long there = inside ? (long(m.size[0]) - column) * m.item_bytes : 0;
+            const unsigned at = to + line * line_bytes + piece;
+            const int read = there < 0 ? 0 : there > 16 ? 16 : there;
+            parts.push_back({at ^ (at >> 7 & swizzled) << 4, from + column * m.item_bytes, 16, read});
+        }
+    }
+    begin_bulk(std::move(parts), barrier, what);
 }
 
 // ---- wgmma --------------------------------------------------------------------------------------------------------------
@@ -80,28 +174,27 @@ static std::vector<Kind> begun[MOST_THREADS / WARPGROUP];  // by each warpgroup
 
 void reset_sm90() {
     mbarriers.clear();
+    bulk_copies = 0;
     for (Products& p : products) p.all.clear(), p.groups.clear(), p.sums.clear(), p.open = p.begun = 0;
     for (auto& kinds : begun) kinds.clear();
 }
 
-// Where element k of column n of B lies, or of row n of A: rows of 128 or 64 bytes, in groups of 8, of which 16-byte pieces are exchanged.
+// Where element k of column n of B lies, or of row n of A: rows of 128, 64 or 32 bytes, in groups of 8, of which 16-byte pieces are
+// exchanged.
 static unsigned element(unsigned long long descriptor, bool transposed, int k, int n) {
     const auto bytes = [descriptor](int shift) { return unsigned(descriptor >> shift & 0x3fff) << 4; };
-    const unsigned mode = descriptor >> 62, row_bytes = mode == 1 ? 128 : 64, swizzled = row_bytes / 16 - 1;
+    const unsigned mode = descriptor >> 62, row_bytes = 256 >> mode, swizzled = row_bytes / 16 - 1;
     const unsigned start = bytes(0), block_stride = bytes(16), group_stride = bytes(32);
-    if (mode != 1 && mode != 2) fail("wgmma: a descriptor of swizzle mode %u; 1 (128 bytes) and 2 (64 bytes) are known", mode);
+    if (mode == 0) fail("wgmma: a descriptor without swizzle; 1, 2 and 3, for 128, 64 and 32 bytes, are known");
     if (descriptor >> 49 & 7 || start >> 7 & swizzled) fail("wgmma: the matrix at %u does not begin with a group of 8 rows", start);
     const int row = transposed ? k : n, column = transposed ? n : k, per_row = row_bytes / 2;
     const unsigned at = start + column / per_row * block_stride + row / 8 * group_stride + row % 8 * row_bytes + column % per_row * 2;
     return at ^ (at >> 7 & swizzled) << 4;
 }
 
-// Tensor cores see what has been written if the writer, or a reader who knows of it, has put a fence behind it.
 static void read_by_tensor_cores(unsigned address) {
     read_shared(address / 16 * 16, 16, "wgmma");
-    const Access& w = words[place(address) / 4].written;
-    if (w.thread >= 0 && known_to_tensor_cores[current][w.thread] < w.interval && known_to_tensor_cores[w.thread][w.thread] < w.interval)
-        fail("wgmma reads shared memory at %u, thread %d wrote it, no fence.proxy.async in between", address, w.thread);
+    check_fence(address, "wgmma reads");
 }
 
 template <class T> static double read_number(unsigned at) {
@@ -113,7 +206,7 @@ template <class T> static double read_number(unsigned at) {
 
 // Complete the same product of the 32 threads of the current warp; sums are exact and rounded once.
 template <class T> static void complete(const Kind& kind, int first) {
-    static double A[16][16], B[16][128];
+    static double A[16][16], B[16][256];
     for (int k = 0; k < 16; ++k) {
         for (int n = 0; n < kind.columns; ++n) B[k][n] = read_number<T>(element(kind.b, kind.transposed, k, n));
         for (int row = 0; row < 16 && kind.a; ++row) A[row][k] = read_number<T>(element(kind.a, false, k, first % WARPGROUP / 2 + row));
@@ -166,10 +259,26 @@ using namespace emulator;
 void mbarrier_init_shared_cta_b64(b32 barrier, int count) {
     write_shared(barrier, 8, "mbarrier.init");
     if (count <= 0) fail("mbarrier.init: a count of %d", count);
-    mbarriers[place(barrier)] = {count, count, 0, std::vector<int>(MOST_THREADS), std::vector<int>(MOST_THREADS)};
+    mbarriers[place(barrier)] = {count, count, 0, 0, {}, std::vector<int>(MOST_THREADS), std::vector<int>(MOST_THREADS)};
 }
 
 void mbarrier_arrive_shared_cta_b64(b32 barrier) { arrive(barrier, "mbarrier.arrive"); }
+void mbarrier_arrive_expect_tx_shared_cta_b64(b32 barrier, b32 bytes) { arrive(barrier, "mbarrier.arrive", bytes); }
+
+void prefetch_tensormap(const void* map) { map_at(map, "prefetch.tensormap"); }
+void cp_async_bulk_tensor_3d_shared_cluster_global_tile_mbarrier_complete_tx_bytes_L2_cache_hint(
+    b32 to, const void* map, int x, int y, int z, b32 barrier, unsigned long long) {
+    copy_box(to, map, {x, y, z}, 3, barrier);
+}
+void cp_async_bulk_tensor_4d_shared_cluster_global_tile_mbarrier_complete_tx_bytes_L2_cache_hint(
+    b32 to, const void* map, int x, int y, int z, int u, b32 barrier, unsigned long long) {
+    copy_box(to, map, {x, y, z, u}, 4, barrier);
+}
+void cp_async_bulk_tensor_5d_shared_cluster_global_tile_mbarrier_complete_tx_bytes_L2_cache_hint(
+    b32 to, const void* map, int x, int y, int z, int u, int v, b32 barrier, unsigned long long) {
+    copy_box(to, map, {x, y, z, u, v}, 5, barrier);
+}
+
 // The copies are complete now; those who wait for the phase cannot tell, and those who do not are in a race with them.
 void cp_async_mbarrier_arrive_noinc_shared_cta_b64(b32 barrier) {
     Copies& own = copies[current];

@@ -37,6 +37,7 @@ inline Thread threads[MOST_THREADS];
 inline int arrived[MOST_THREADS / WARP];  // threads of each warp at its instruction
 inline int thread_count;                  // threads of the cluster, which run together: blocks of it, one after the other
 inline int block_threads;                 // of each of its blocks
+inline int bulk_copies;                   // into their shared memory that are under way
 inline bool vote, votes;                  // of __syncthreads_or: while it gathers, and the result
 inline jmp_buf launch_point;              // of emulator_launch(), which gets one of these
 enum Outcome { BLOCK_DONE = 1, FAILED = 2 };
@@ -73,7 +74,10 @@ inline int rank() { return current / block_threads; }
         if (threads[thread].state == State::READY) resume(thread);
         (threads[thread].state == State::DONE ? done : waiting) = thread;
     }
-    if (waiting < 0) _longjmp(launch_point, BLOCK_DONE);
+    if (waiting < 0) {
+        if (bulk_copies) fail("the block ends while %d bulk copies into its shared memory are under way", bulk_copies);
+        _longjmp(launch_point, BLOCK_DONE);
+    }
     current = waiting;
     if (done >= 0) fail("deadlock: it waits at %s, and thread %d has left the kernel", threads[waiting].at, done);
     for (int other = 0; other < thread_count; ++other)
@@ -139,22 +143,22 @@ struct Barrier {
 };
 inline Barrier named[MOST_BLOCKS * BARRIERS + 1];  // of each block, and that of the cluster
 
-// A barrier of so many threads, by its place; returns whether some thread said yes.
-inline bool barrier(const char* name, bool yes, int number, int count) {
+// A barrier of so many threads, by its place; returns whether some thread said yes. Who does not wait there goes on, and learns nothing.
+inline bool barrier(const char* name, bool yes, int number, int count, bool waits = true) {
     Barrier& b = named[number];
     if (b.arrived > 0 && b.count != count)
         fail("%s %d, %d: others came to it as one of %d threads", name, number % BARRIERS, count, b.count);
     b.count = count;
-    threads[current].at = name, threads[current].waits_on = number;
+    if (waits) threads[current].at = name, threads[current].waits_on = number;
     vote |= yes;
     tell(b.told);
     if (++b.arrived < count) {
-        wait(State::WAITS_FOR_BLOCK);
+        if (waits) wait(State::WAITS_FOR_BLOCK);
     } else {
-        threads[current].state = State::WAITS_FOR_BLOCK;
+        if (waits) threads[current].state = State::WAITS_FOR_BLOCK;
         const auto here = [number](const Thread& t) { return t.state == State::WAITS_FOR_BLOCK && t.waits_on == unsigned(number); };
         for (int other = 0; other < thread_count; ++other)
-            if (here(threads[other]) && strcmp(threads[other].at, name) != 0)
+            if (waits && here(threads[other]) && strcmp(threads[other].at, name) != 0)
                 fail("it is at %s while thread %d is at %s", name, other, threads[other].at);
         votes = vote, vote = false;
         for (int other = 0; other < thread_count; ++other)
@@ -165,10 +169,10 @@ inline bool barrier(const char* name, bool yes, int number, int count) {
 }
 
 // A barrier of so many threads of the block, by its number.
-inline bool block_barrier(const char* name, bool yes = false, int number = 0, int count = block_threads) {
+inline bool block_barrier(const char* name, bool yes = false, int number = 0, int count = block_threads, bool waits = true) {
     if (number < 0 || number >= BARRIERS || count <= 0 || count % WARP != 0 || count > block_threads)
         fail("%s %d, %d: there are barriers 0 to 15, of whole warps of the block's %d threads", name, number, count, block_threads);
-    return barrier(name, yes, rank() * BARRIERS + number, count);
+    return barrier(name, yes, rank() * BARRIERS + number, count, waits);
 }
 
 inline void (*kernel)(const void*);
