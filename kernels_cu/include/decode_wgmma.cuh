@@ -5,9 +5,6 @@
 #include "include/decode_finish.cuh"
 #include "include/wgmma.cuh"
 
-// The same in all lanes, and seen to be so: the compiler makes products wait for each other next to a branch that might part a warpgroup.
-__device__ __forceinline__ int uniform(int x) { return int(__shfl_sync(0xffffffffu, u32(x), 0)); }
-
 // Of the block's threads, those who work.
 template <class C> struct Working : C {
     static constexpr int THREADS = C::WORKERS;

@@ -193,3 +193,6 @@ __device__ __forceinline__ u32 permute_bytes(u32 a, u32 b, u32 selector) {
 }
 
 template <int LANES, class T> __device__ __forceinline__ T shuffle_xor(T x) { return __shfl_xor_sync(0xffffffffu, x, LANES); }
+
+// The same in all lanes, and seen to be so: the compiler makes products wait for each other next to a branch that might part a warpgroup.
+__device__ __forceinline__ int uniform(int x) { return int(__shfl_sync(0xffffffffu, u32(x), 0)); }

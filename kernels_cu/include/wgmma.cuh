@@ -26,6 +26,10 @@ template <class Tile> __device__ __forceinline__ u64 wgmma_matrix(u32 smem) {
 // The descriptor of the matrix so many bytes further on.
 __device__ __forceinline__ u64 wgmma_move(u64 matrix, u32 bytes) { return matrix >> 32 << 32 | (u32(matrix) + (bytes >> 4)); }
 
+// N: columns of a product whose function is written for the instance by cuflash/wgmma.py: wgmma_ss(), A and B in shared memory with a row
+// for each of their rows and columns; wgmma_rs(), A in registers, B with a row for each of its rows. D = A B unless `add`.
+template <int N> struct Columns {};
+
 // `d` is the first of N / 8 products; the first argument, the type of A and B. D += A B, or D = A B where not ADD. Where TRANSPOSED, B has a
 // row of shared memory for each of its 16 rows, else for each of its N columns; with N = 128 and 32, always the former.
 template <bool TRANSPOSED, bool ADD>

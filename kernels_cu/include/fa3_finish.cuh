@@ -1,0 +1,56 @@
+// The end of a tile of queries of prefill_fa3.cu: out and log-sum-exp, from registers to memory.
+#include "include/fa3_warpgroup.cuh"
+
+// Of a matrix whose rows have four lanes each and whose columns come in groups of 8, lane q has two columns of each of four groups; it gets
+// group q.
+__device__ __forceinline__ void transpose_quad(u32 (&x)[4], int q) {
+    const u32 a0 = shuffle_xor<1>(q & 1 ? x[0] : x[1]), a1 = shuffle_xor<1>(q & 1 ? x[2] : x[3]);
+    if (q & 1) x[0] = a0, x[2] = a1;
+    else x[1] = a0, x[3] = a1;
+    const u32 b0 = shuffle_xor<2>(q & 2 ? x[0] : x[2]), b1 = shuffle_xor<2>(q & 2 ? x[1] : x[3]);
+    if (q & 2) x[0] = b0, x[1] = b1;
+    else x[2] = b0, x[3] = b1;
+}
+
+// Divide by the sums, with the sink.
+template <class C> __device__ __forceinline__ void normalize(Warpgroup<C>& g, const QueryTile<C>& tile) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        g.state.reduce(r);
+        const bool empty = g.state.sum[r] == 0.0f;  // NaN is not empty
+        float factor = 1.0f, sink_factor;
+        if (g.p.sinks) g.state.merge(r, g.p.sinks[tile.head], 1.0f, factor, sink_factor);
+        g.state.scale_row(g.O_rmem, r, empty ? 0.0f : factor / g.state.sum[r]);
+    }
+}
+
+template <class C> __device__ __forceinline__ void store(const Warpgroup<C>& g, const QueryTile<C>& tile) {
+    const PrefillParams& p = g.p;
+    const int thread = thread_index(), q = thread % 4, first_row = g.first_row(tile) + thread % 128 / 32 * 16 + thread % 32 / 4;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        const int row = first_row + 8 * r;
+        const bool here = row < tile.seq.q_length;
+        const i64 at = tile.seq.q_begin + row;
+        u16* out = static_cast<u16*>(p.out) + tile.batch * p.out_stride.batch + at * p.out_stride.row + tile.head * p.out_stride.head;
+#pragma unroll
+        for (int column = 0; column < C::DV; column += 32) {
+            u32 x[4];
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+                x[i] = pack2<typename C::Out>(g.O_rmem[0][column / 8 + i][2 * r], g.O_rmem[0][column / 8 + i][2 * r + 1]);
+            transpose_quad(x, q);
+            const int own = column + 8 * q;
+            if (p.out_vector) {
+                if (here && own < p.head_dim_v) *reinterpret_cast<uint4*>(out + own) = make_uint4(x[0], x[1], x[2], x[3]);
+            } else {
+#pragma unroll
+                for (int i = 0; i < 8; ++i)
+                    if (here && own + i < p.head_dim_v) out[(own + i) * p.out_stride.column] = u16(x[i / 2] >> (i % 2 * 16));
+            }
+        }
+        if (p.lse && here && q == 0)
+            p.lse[tile.batch * p.lse_stride.batch + tile.head * p.lse_stride.head + at * p.lse_stride.row] =
+                g.state.finish(g.state.reference[r], g.state.sum[r]);
+    }
+}

@@ -1,0 +1,69 @@
+// Tiles of query rows of prefill_fa3.cu: which there are, and how the thread that loads tells the others of the next one.
+#include "include/fa3_params.cuh"
+#include "include/mask.cuh"
+#include "include/ring.cuh"
+#include "include/schedule.cuh"
+
+// M rows of a head, and the tiles of N keys that some of them see: from `last` down to `first`, none if there are no such keys.
+template <class C> struct QueryTile {
+    int batch, head, row;  // the first row, within its sequence
+    Sequence seq;
+    Visibility<C::MASK> visible;
+    int first, last;
+
+    __device__ __forceinline__ QueryTile(const PrefillParams& p, int batch, int head, int row, const Sequence& seq)
+        : batch(batch), head(head), row(row), seq(seq), visible(p, seq) {
+        const int rows = min(C::M, seq.q_length - row);  // that exist
+        visible.narrow(visible.of_any(row + seq.position, row + seq.position + rows - 1));
+        const bool none = visible.begin >= visible.end;
+        first = none ? 0 : visible.begin / C::N;
+        last = none ? -1 : (visible.end - 1) / C::N;
+    }
+
+    // Whether the 64 rows from `row` on see all keys of a tile.
+    __device__ __forceinline__ bool sees_all(int row, int tile) const {
+        return visible.all(row + seq.position, row + seq.position + 63, tile * C::N, tile * C::N + C::N);
+    }
+};
+
+// Places in shared memory where the next tile is written; a negative batch means that there is none.
+template <class C> struct TileSlots : Ring<typename C::SlotStages> {
+    static constexpr int BYTES = 32;
+
+    __device__ __forceinline__ void put(const WorkItem& work, const Sequence& s) {
+        this->wait_empty();
+        store_smem(this->stage_smem(), make_uint4(work.batch, work.head, work.m_tile * C::M, s.q_begin));
+        store_smem(this->stage_smem() + 16, make_uint4(s.q_length, s.k_begin, s.kv_start, s.kv_length));
+        mbarrier_arrive(this->full());
+        this->advance();
+    }
+
+    __device__ __forceinline__ QueryTile<C> get(const PrefillParams& p) {
+        this->wait_full();
+        const uint4 a = load_smem_16(this->stage_smem()), b = load_smem_16(this->stage_smem() + 16);
+        this->release();
+        this->advance();
+        Sequence s{uniform(a.w), uniform(b.x), uniform(b.y), uniform(b.z), uniform(b.w), 0};
+        s.position = p.upper_left ? 0 : s.kv_length - s.q_length;
+        return {p, uniform(a.x), uniform(a.y), uniform(a.z), s};
+    }
+};
+
+// The tiles of this block, for the thread that loads: the one of its own number, then whichever is next when it has come so far.
+template <class C> struct TileQueue {
+    const Fa3Params& p;
+    int tile;
+
+    __device__ __forceinline__ TileQueue(const Fa3Params& p) : p(p), tile(block_index()) {}
+
+    // The next tile that has rows; whether there was one.
+    __device__ __forceinline__ bool next(WorkItem& work, Sequence& seq) {
+        while (tile < p.tiles) {
+            work = work_item<C::FLAT>(p.prefill, tile);
+            seq = sequence(p.prefill, work.batch);
+            tile = gridDim.x + count_up(p.counter, p.tiles - 1);
+            if (work.m_tile * C::M < seq.q_length) return true;
+        }
+        return false;
+    }
+};

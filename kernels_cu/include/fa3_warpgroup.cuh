@@ -1,0 +1,195 @@
+// What a warpgroup of prefill_fa3.cu does with its 64 query rows.
+//
+// Products run on their own while the warps compute: with the scores of a tile of keys are started the values of the one before, and those
+// run while softmax does; and warpgroups take turns to start products, so that one has its softmax while the others multiply.
+#include "include/fa3_tile.cuh"
+#include "include/score.cuh"
+#include "include/softmax_state.cuh"
+#include "include/wgmma.cuh"
+
+template <class C> struct Warpgroup {
+    using In = typename C::In;
+    using Order = KeyOrder<false>;
+    const PrefillParams& p;
+    const int number;
+    Ring<typename C::QStages> queries;
+    Ring<typename C::KStages> keys;
+    Ring<typename C::VStages> values;
+    u64 Q_matrix;
+    SoftmaxState<2> state;
+    bool large;  // see SoftmaxState::is_large
+    float S_rmem[1][C::N / 8][4], O_rmem[1][C::DV / 8][4];
+    u32 P_rmem[C::N / 16][4];
+
+    __device__ __forceinline__ Warpgroup(const PrefillParams& p, int number, u32 smem)
+        : p(p), number(number), queries{smem + C::Q_SMEM}, keys{smem + C::K_SMEM}, values{smem + C::V_SMEM},
+          Q_matrix(wgmma_matrix<typename C::QTile>(smem + C::Q_SMEM + number * C::QTile::BYTES)) {
+        if (C::TURNS && number == 0) block_barrier_arrive<256>(1);
+    }
+
+    __device__ __forceinline__ int first_row(const QueryTile<C>& tile) const { return tile.row + 64 * number; }
+
+    // All keys of a tile of queries.
+    __device__ __forceinline__ void attend(const QueryTile<C>& tile) {
+        state.init();
+        large = false;
+#pragma unroll
+        for (int ot = 0; ot < C::DV / 8; ++ot)
+#pragma unroll
+            for (int c = 0; c < 4; ++c) O_rmem[0][ot][c] = 0.0f;
+        if (tile.last < tile.first) return;
+        queries.wait_full();
+        first_keys(tile);
+        // Tiles that need a mask come first and, with a window, last; in a loop of their own the others do not pay for it.
+        int n = tile.last - 1, end = tile.last;
+        for (; end > tile.first && !tile.sees_all(first_row(tile), end - 1); --end) {}
+        while (n >= tile.first) {
+#pragma unroll 1
+            for (; n >= end; --n) next_keys<true>(tile, n);
+            if constexpr (C::BOTH_SIDES) {
+                for (; end > tile.first && tile.sees_all(first_row(tile), end - 1); --end) {}
+            } else {
+                end = tile.first;
+            }
+#pragma unroll 1
+            for (; n >= end; --n) next_keys<false>(tile, n);
+            end = tile.first;
+        }
+        last_values();
+    }
+
+  private:
+    __device__ __forceinline__ void begin_turn() const {
+        if (C::TURNS) block_barrier<256>(1 + number);
+    }
+    __device__ __forceinline__ void end_turn() const {
+        if (C::TURNS) block_barrier_arrive<256>(number + 1 == C::WARPGROUPS ? 1 : number + 2);
+    }
+
+    __device__ __forceinline__ void first_keys(const QueryTile<C>& tile) {
+        keys.wait_full();
+        begin_turn();
+        scores();
+        end_turn();
+        wgmma_wait<0>();
+        done_with_keys(tile, tile.last);
+        softmax<true, true>(tile, tile.last);
+        round();
+        clear_values(tile, tile.last);
+    }
+
+    // A tile of keys; the values of the one before run while softmax does.
+    template <bool MASKED> __device__ __forceinline__ void next_keys(const QueryTile<C>& tile, int n) {
+        keys.wait_full();
+        values.wait_full();  // which were asked for before these keys; no thread may branch between products
+        begin_turn();
+        scores();
+        add_values();
+        end_turn();
+        wgmma_wait<1>();
+        done_with_keys(tile, n);
+        softmax<MASKED, false>(tile, n);
+        values.release();
+        values.advance();
+        round();
+        if (MASKED) clear_values(tile, n);
+    }
+
+    __device__ __forceinline__ void last_values() {
+        values.wait_full();
+        wgmma_fence();
+        add_values();
+        wgmma_wait<0>();
+        values.release();
+        values.advance();
+    }
+
+    __device__ __forceinline__ void done_with_keys(const QueryTile<C>& tile, int n) {
+        keys.release();
+        keys.advance();
+        if (n == tile.first) {
+            queries.release();
+            queries.advance();
+        }
+    }
+
+    // S = Q K^T
+    __device__ __forceinline__ void scores() {
+        using Q = typename C::QTile;
+        using K = typename C::KTile;
+        constexpr int PER_BLOCK = K::BLOCK / 16;
+        const u64 K_matrix = wgmma_matrix<K>(keys.stage_smem());
+        wgmma_fence();
+#pragma unroll
+        for (int k = 0; k < C::DQK / 16; ++k) {
+            const int block = k / PER_BLOCK, column = k % PER_BLOCK * 32;
+            wgmma_ss(In(), Columns<C::N>(), S_rmem[0], wgmma_move(Q_matrix, block * Q::BLOCK_BYTES + column),
+                     wgmma_move(K_matrix, block * K::BLOCK_BYTES + column), k != 0);
+        }
+        wgmma_commit();
+    }
+
+    // O += P V
+    __device__ __forceinline__ void add_values() {
+        using V = typename C::VTile;
+        const u64 V_matrix = wgmma_matrix<V>(values.stage_smem());
+#pragma unroll
+        for (int k = 0; k < C::N / 16; ++k)
+            wgmma_rs(In(), Columns<C::DV>(), O_rmem[0], P_rmem[k], wgmma_move(V_matrix, k * 16 * V::ROW_BYTES), true);
+        wgmma_commit();
+    }
+
+    // Scores -> weights. Unless it is the first tile, wait for the values that run meanwhile, and bring O to the references.
+    template <bool MASKED, bool FIRST> __device__ __forceinline__ void softmax(const QueryTile<C>& tile, int n) {
+        const int lane = thread_index() % 32, row = first_row(tile) + thread_index() % 128 / 32 * 16 + lane / 4;
+        apply_score<C::SCORE, Order, In>(S_rmem, ScoreTransform<C::SCORE>(p, tile.batch, tile.head), MatrixTile<0, 1, C::N>(), 0, 0);
+        if (MASKED && !tile.sees_all(first_row(tile), n))
+            apply_mask<C::MASK, Order>(S_rmem, tile.visible, row + tile.seq.position, n * C::N + lane % 4 * 2);
+        float top[2], factor[2];
+        bool raised = false;
+        state.lane_tops(top, S_rmem);
+        if (state.rises(top, p.logit_scale)) {
+            state.share(top);
+            state.raise(top, p.logit_scale, [&](int r, float f) { factor[r] = f, raised = true; });
+            large = state.is_large();
+        }
+        state.weigh(S_rmem, p.logit_scale, large);
+        if constexpr (!FIRST) {
+            settle(S_rmem[0]);
+            if (!raised) {  // to wait in either branch keeps the compiler from doing so before the weights are computed
+                wgmma_wait<0>();
+            } else {
+                wgmma_wait<0>();
+                state.scale_row(O_rmem, 0, factor[0]);
+                state.scale_row(O_rmem, 1, factor[1]);
+            }
+        }
+    }
+
+    __device__ __forceinline__ void round() {
+#pragma unroll
+        for (int k = 0; k < C::N / 16; ++k)
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+                P_rmem[k][i] = pack2<In>(S_rmem[0][2 * k + i / 2][i % 2 * 2], S_rmem[0][2 * k + i / 2][i % 2 * 2 + 1]);
+    }
+
+    // 0 in the place of values that the array has beside those of the sequence: 0 * v is NaN where v is not finite. Every warpgroup does it
+    // for itself, and none minds that the others do.
+    __device__ __forceinline__ void clear_values(const QueryTile<C>& tile, int n) {
+        using V = typename C::VTile;
+        const int begin = tile.seq.kv_start - n * C::N, end = tile.seq.kv_length - n * C::N;
+        if (begin <= 0 && (end >= C::N || tile.seq.k_begin + tile.seq.kv_length >= p.k_rows)) return;
+        values.wait_full();
+#pragma unroll 1
+        for (int i = thread_index() % 128; i < C::N * V::CHUNKS; i += 128) {
+            const int row = i / V::CHUNKS;
+            if (row >= begin && row < end) continue;
+#pragma unroll
+            for (int block = 0; block < V::BLOCKS; ++block)
+                store_smem(values.stage_smem() + block * V::BLOCK_BYTES + V::offset(row, i % V::CHUNKS), make_uint4(0, 0, 0, 0));
+        }
+        async_proxy_fence();
+        block_barrier<128>(8 + number);
+    }
+};

@@ -1,0 +1,59 @@
+// FlashAttention-3's forward pass, for sm_90a.
+#include "include/fa3_finish.cuh"
+#include "include/fa3_load.cuh"
+
+template <int STAGES_, int BYTES, int BARRIERS> struct Stages {
+    static constexpr int STAGES = STAGES_, STAGE_BYTES = BYTES, BARRIERS_SMEM = BARRIERS;
+};
+
+template <class In_, class Out_, int DQK_, int DV_, int WARPGROUPS_, int N_, int STAGES_, bool TURNS_, int MASK_, int SCORE_, bool FLAT_ = false>
+struct PrefillFa3 {
+    using In = In_;
+    using Out = Out_;
+    static constexpr int DQK = DQK_, DV = DV_, N = N_, WARPGROUPS = WARPGROUPS_, M = 64 * WARPGROUPS, STAGES = STAGES_;
+    static constexpr int MASK = MASK_, SCORE = SCORE_;
+    static constexpr bool TURNS = TURNS_, FLAT = FLAT_;
+    static constexpr bool BOTH_SIDES = (MASK & MASK_LEFT) != 0;
+    static constexpr int THREADS = 128 * (WARPGROUPS + 1);
+    static constexpr int REGISTERS = WARPGROUPS == 3 ? 160 : 232, LOADER_REGISTERS = WARPGROUPS == 3 ? 32 : 40;
+    using QTile = SmemTile<64, (DQK + 63) / 64 * 64>;  // of a warpgroup
+    using KTile = SmemTile<N, (DQK + 63) / 64 * 64>;
+    using VTile = SmemTile<N, (DV + 63) / 64 * 64>;
+    static constexpr int Q_SMEM = 0, K_SMEM = Q_SMEM + WARPGROUPS * QTile::BYTES, V_SMEM = K_SMEM + STAGES * KTile::BYTES;
+    static constexpr int SLOTS_SMEM = V_SMEM + STAGES * VTile::BYTES, BARRIERS_SMEM = SLOTS_SMEM + 2 * 32;
+    static constexpr int SMEM_BYTES = BARRIERS_SMEM + 16 * (2 + 1 + 2 * STAGES);
+    using SlotStages = Stages<2, 32, BARRIERS_SMEM - SLOTS_SMEM>;
+    using QStages = Stages<1, WARPGROUPS * QTile::BYTES, BARRIERS_SMEM + 32 - Q_SMEM>;
+    using KStages = Stages<STAGES, KTile::BYTES, BARRIERS_SMEM + 48 - K_SMEM>;
+    using VStages = Stages<STAGES, VTile::BYTES, BARRIERS_SMEM + 48 + 16 * STAGES - V_SMEM>;
+    using Slots = TileSlots<PrefillFa3>;
+};
+
+template <class C> __device__ __forceinline__ void prefill_fa3(const Fa3Params& p, unsigned char* smem_pointer) {
+    const u32 smem = smem_address(smem_pointer);
+    const int warpgroup = uniform(thread_index() / 128);
+    if (thread_index() == 0) {
+        constexpr int WARPS = 4 * C::WARPGROUPS;
+        typename C::Slots{smem + C::SLOTS_SMEM}.init(1, WARPS);
+        Ring<typename C::QStages>{smem + C::Q_SMEM}.init(1, WARPS);
+        Ring<typename C::KStages>{smem + C::K_SMEM}.init(1, WARPS);
+        Ring<typename C::VStages>{smem + C::V_SMEM}.init(1, WARPS);
+    }
+    __syncthreads();
+    if (warpgroup == 0) {
+        registers_lower<C::LOADER_REGISTERS>();
+        if (thread_index() == 0) load_tiles<C>(p, smem);
+    } else {
+        registers_raise<C::REGISTERS>();
+        Warpgroup<C> group(p.prefill, warpgroup - 1, smem);
+        typename C::Slots slots{smem + C::SLOTS_SMEM};
+#pragma unroll 1
+        while (true) {
+            const QueryTile<C> tile = slots.get(p.prefill);
+            if (tile.batch < 0) break;
+            group.attend(tile);
+            normalize(group, tile);
+            store(group, tile);
+        }
+    }
+}
