@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from . import device, driver
+from . import device, driver, tensor_map
 from .types import HOST, ArrayView
 
 
@@ -79,6 +79,13 @@ def allocator() -> Callable[[int], Any]:
     import cupy
 
     return cupy.cuda.alloc
+
+
+def capture_asker() -> Callable[[int], bool]:
+    """The function that tells whether a stream is being captured."""
+    from cupy.cuda import runtime
+
+    return runtime.streamIsCapturing
 
 
 def is_capturing() -> bool:
@@ -206,36 +213,39 @@ _TWO_ADDRESSES = struct.Struct("=2Q")
 class Prepared:
     """Launches that lack nothing but addresses: they are the first members of the parameter struct that all of them get.
 
-    With ``scales_at``, the last two addresses of a call are those of k_scale and v_scale, which lie so many bytes into the struct.
+    With ``scales_at``, the last two addresses of a call are those of k_scale and v_scale, which lie so many bytes into the struct. With
+    ``maps_at``, tensor maps of the first arrays lie there; they are in ``params`` for some addresses.
 
     A call writes them into memory of its own, taken from a list of such that are free: no two calls share it, whether they
     come from two threads or one interrupts the other. CUDA has copied the struct when the launch returns.
     """
 
-    __slots__ = ("_fill", "_free", "_params", "_scales_at", "_steps", "_stream", "_write")
+    __slots__ = ("_fill", "_free", "_maps_at", "_params", "_scales_at", "_steps", "_stream", "_write")
 
     def __init__(
         self, steps: Sequence[Step], params: np.ndarray, addresses: int,
-        fill: Callable[[bytearray], contextlib.AbstractContextManager[None]] | None = None, scales_at: int | None = None,
+        fill: Callable[[memoryview], contextlib.AbstractContextManager[Any]] | None = None, scales_at: int | None = None,
+        maps_at: Sequence[int] = (),
     ):
         self._fill = fill  # puts in what is allocated for each call; it is there inside
-        self._scales_at = scales_at
+        self._scales_at, self._maps_at = scales_at, maps_at
         self._steps, self._stream = steps, stream_getter() if any(step.early for step in steps) else None
         self._params = params.tobytes()
         self._write = struct.Struct(f"={addresses}Q").pack_into
-        self._free: list[tuple[bytearray, list[Callable[[], None]]]] = []
+        self._free: list[tuple[memoryview, list[Callable[[], None]], Callable[[tuple[int, ...]], None] | None]] = []
 
     def __call__(self, *addresses: int) -> None:
         """Launch on CuPy's current device and stream."""
         try:
             mine = self._free.pop()
         except IndexError:
-            memory = bytearray(self._params)
-            mine = memory, [self._launch(step, memory) for step in self._steps]
+            mine = self._new()
         if self._scales_at is not None:
             _TWO_ADDRESSES.pack_into(mine[0], self._scales_at, *addresses[-2:])
             addresses = addresses[:-2]
         self._write(mine[0], 0, *addresses)
+        if mine[2] is not None:
+            mine[2](addresses)
         if self._fill is None:
             for go in mine[1]:
                 go()
@@ -245,9 +255,16 @@ class Prepared:
                     go()
         self._free.append(mine)
 
-    def _launch(self, step: Step, memory: bytearray) -> Callable[[], None]:
+    def _new(self) -> tuple[memoryview, list[Callable[[], None]], Callable[[tuple[int, ...]], None] | None]:
+        """Memory with the struct, the launches with it, and what moves the tensor maps in it."""
+        memory = tensor_map.aligned(self._params)
+        at = memory.ctypes.data
+        follow = tensor_map.Follower([at + offset for offset in self._maps_at]) if self._maps_at else None
+        return memory.data, [self._launch(step, memory) for step in self._steps], follow
+
+    def _launch(self, step: Step, memory: np.ndarray) -> Callable[[], None]:
         """The launch of a kernel with the struct in a memory."""
-        struct = np.frombuffer(memory, f"V{len(memory)}")  # see `opaque`
+        struct = memory.view(f"V{memory.size}")  # see `opaque`
         if not step.early:
             return functools.partial(step.function, (step.grid, 1, 1), (step.threads, 1, 1), (by_value(struct),), step.shared_memory)
         go, stream = early(step, struct.ctypes.data), self._stream

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from . import tensor_map
 from .types import HOST, INDICES, UNBOUNDED, ArrayView, Problem
 
 LOG2E = 1.4426950408889634
@@ -65,7 +66,20 @@ PART_PARAMS = np.dtype(  # of fp_work.cuh
     align=True,
 )
 
-PARAMS = {"PrefillParams": PREFILL_PARAMS, "DecodeParams": DECODE_PARAMS, "PartParams": PART_PARAMS}
+
+MAPS = ("q_map", "k_map", "v_map")
+_FIRST_MAP = -(-PREFILL_PARAMS.itemsize // tensor_map.ALIGNMENT) * tensor_map.ALIGNMENT
+_BEHIND_MAPS = _FIRST_MAP + len(MAPS) * tensor_map.BYTES
+FA3_PARAMS = np.dtype(  # of fa3_params.cuh
+    {
+        "names": ["prefill", *MAPS, "counter", "tiles"],
+        "formats": [PREFILL_PARAMS, *[f"V{tensor_map.BYTES}"] * len(MAPS), np.uint64, np.int32],
+        "offsets": [0, *range(_FIRST_MAP, _BEHIND_MAPS, tensor_map.BYTES), _BEHIND_MAPS, _BEHIND_MAPS + 8],
+        "itemsize": _BEHIND_MAPS + tensor_map.ALIGNMENT,
+    }
+)
+
+PARAMS = {"PrefillParams": PREFILL_PARAMS, "DecodeParams": DECODE_PARAMS, "PartParams": PART_PARAMS, "Fa3Params": FA3_PARAMS}
 
 
 def element_strides(a: ArrayView, axes: str) -> tuple[int, int, int, int]:

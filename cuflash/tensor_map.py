@@ -11,6 +11,8 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from . import driver
 
 BYTES = 128  # of a map, in the kernel's parameters at a multiple of ALIGNMENT
@@ -93,11 +95,10 @@ class TensorMap:
         RuntimeError
             If the driver is older than CUDA 12.0.
         """
-        memory = ctypes.create_string_buffer(BYTES + ALIGNMENT)
-        place = -(-ctypes.addressof(memory) // ALIGNMENT) * ALIGNMENT
+        memory = aligned(bytes(BYTES))
         encode = _function("cuTensorMapEncodeTiled")
-        _check(encode(ctypes.c_void_p(place), *self._before, ctypes.c_void_p(address), *self._behind), address)
-        return ctypes.string_at(place, BYTES)
+        _check(encode(ctypes.c_void_p(memory.ctypes.data), *self._before, ctypes.c_void_p(address), *self._behind), address)
+        return memory.tobytes()
 
 
 @functools.lru_cache(maxsize=256)
@@ -117,11 +118,12 @@ class Follower:
         Host addresses of the maps, multiples of ALIGNMENT.
     """
 
-    __slots__ = ("_at", "_move", "_places")
+    __slots__ = ("_address", "_at", "_move", "_places")
 
     def __init__(self, places: Sequence[int]):
         self._places = tuple(map(ctypes.c_void_p, places))
         self._at: tuple[int, ...] = ()
+        self._address = ctypes.c_void_p()
         self._move = _function("cuTensorMapReplaceAddress")
 
     def __call__(self, addresses: tuple[int, ...]) -> None:
@@ -137,8 +139,18 @@ class Follower:
             return
         self._at = ()
         for place, address in zip(self._places, at, strict=True):
-            _check(self._move(place, ctypes.c_void_p(address)), address)
+            self._address.value = address
+            if status := self._move(place, self._address):
+                _check(status, address)
         self._at = at
+
+
+def aligned(params: bytes) -> np.ndarray:
+    """A copy of a parameter struct, uint8, at a multiple of ALIGNMENT."""
+    memory = np.empty(len(params) + ALIGNMENT, np.uint8)
+    first = -memory.ctypes.data % ALIGNMENT
+    memory[first : first + len(params)] = np.frombuffer(params, np.uint8)
+    return memory[first : first + len(params)]
 
 
 def _function(name: str) -> Any:

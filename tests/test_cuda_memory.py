@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from warm_calls import gpu  # noqa: F401  a fixture
 
+from cuflash import driver
 from cuflash.backends import cuda_memory
 
 Destructor = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
@@ -19,6 +20,8 @@ class FakeDriver:
 
     def __init__(self) -> None:
         self.number, self.objects, self.owned, self.mode = 1, [], {}, 0
+        self.streams: dict[int, int] = {}  # handle -> number
+        self.states: list[int] = []  # of the next calls
 
     def cuThreadExchangeStreamCaptureMode(self, mode):  # noqa: N802
         self.mode, mode._obj.value = mode._obj.value, self.mode
@@ -37,6 +40,14 @@ class FakeDriver:
     def cuGraphRetainUserObject(self, graph, made, references, flags):  # noqa: N802
         assert (references, flags) == (1, 1)
         self.owned.setdefault(graph.value, []).append(self.objects[made.value - 1])
+        return 0
+
+    def cuStreamGetId(self, stream, number):  # noqa: N802
+        number._obj.value = self.streams.setdefault(stream.value or 0, len(self.streams))
+        return self.states.pop() if self.states else 0
+
+    def cuGetErrorName(self, status, name):  # noqa: N802
+        name._obj.value = b"CUDA_ERROR_INVALID_HANDLE"
         return 0
 
     def destroy(self, number: int) -> None:
@@ -110,6 +121,48 @@ def test_they_stay_where_cuda_cannot_tell(gpu, cuda_driver, monkeypatch, lacks):
         cuda_driver.number = number
         counters.take(16)
     assert len(counters._kept) == 5 and not cuda_driver.objects
+
+
+def test_counters_of_streams(gpu, cuda_driver, monkeypatch):
+    counters = cuda_memory.StreamCounters()
+    take, on_second = counters.taker(0), counters.taker(1)
+    with take() as own:
+        assert not take().array.host.any() and take().address == own
+    with gpu.using(stream=7):
+        other = take()
+        assert other.address != own and take() is other
+        cuda_driver.streams[7] = 99  # the stream is gone, and another one has its handle
+        assert take().address not in (own, other.address)
+    with gpu.using(device=1):
+        assert on_second().address != own and on_second() is on_second()
+    assert take().address == own
+    monkeypatch.setattr(counters, "MOST", 4)
+    with gpu.using(stream=8):
+        eighth = take()
+    assert len(counters._of_streams) == 1 and take().address != own and eighth.address != own
+
+
+def test_a_captured_call_has_a_counter_of_its_graph(gpu, cuda_driver):
+    counters = cuda_memory.StreamCounters()
+    take = counters.taker(0)
+    loose, gpu.capturing = take(), True
+    first = take()
+    assert first.address != loose.address and take().address == first.address
+    cuda_driver.number = 2
+    assert take().address not in (loose.address, first.address)
+    gpu.capturing = False
+    assert take() is loose
+
+
+def test_numbers_of_streams(gpu, cuda_driver, monkeypatch):
+    monkeypatch.setattr(driver, "library", lambda: cuda_driver)
+    used = []
+    monkeypatch.setattr(driver, "use_device", lambda: used.append(1))
+    cuda_driver.states = [driver.INVALID_CONTEXT]  # a thread that has not used CUDA yet
+    assert cuda_memory.stream_number(5) == cuda_memory.stream_number(5) != cuda_memory.stream_number(0) and used == [1]
+    cuda_driver.states = [400]
+    with pytest.raises(RuntimeError, match="does not tell a stream's number: CUDA_ERROR_INVALID_HANDLE"):
+        cuda_memory.stream_number(5)
 
 
 @pytest.mark.gpu

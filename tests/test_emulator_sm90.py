@@ -390,7 +390,7 @@ def boxes(emulator):
         box = (columns, rows, *(1,) * (rank - 2))
         with emulate.tensor_maps():
             made = tensor_map.TensorMap(4, inside.shape[::-1], array.strides[-2::-1], box, swizzle).at(guarded.view.pointer)
-        image = emulate.aligned(np.frombuffer(made, np.uint8))
+        image = tensor_map.aligned(made)
         result = np.full(128, np.nan, np.float32)
         memory = {"a": guarded, "output": Guarded(arrays.view(result, "output"), "end", True)}
         params = np.zeros(1, PARAMS)

@@ -7,7 +7,7 @@ import ctypes
 import numpy as np
 import pytest
 
-from cuflash import driver, tensor_map
+from cuflash import driver, launch, structs, tensor_map
 from emulator import emulate
 
 GOOD = {"itemsize": 2, "shape": (128, 1000, 8, 3), "strides": (2048, 256, 2048000), "box": (64, 64, 1, 1), "swizzle": 128}
@@ -68,9 +68,34 @@ def test_the_driver_refuses_or_is_too_old(monkeypatch):
         tensor_map.Follower([0])
 
 
+def test_prepared_launches_have_the_maps_of_each_call(monkeypatch):
+    """Also of two at the same time, one of which is within the other."""
+    monkeypatch.setattr(launch, "by_value", lambda params: params)
+    params, made = np.zeros(1, structs.FA3_PARAMS), tensor_map.TensorMap(**GOOD)
+    for name in structs.MAPS:
+        params[name] = np.void(made.at(0x10))
+    places = [structs.FA3_PARAMS.fields[name][1] for name in structs.MAPS]
+    asked = [(0x100, 0x200, 0x300, 0x400, 0x500), (0x100, 0x200, 0x310, 0x410, 0x510)]
+    seen = []
+
+    def run(grid, block, arguments, shared):
+        if not seen:
+            seen.append(None)
+            prepared(*asked[1])
+        given = arguments[0].view(structs.FA3_PARAMS)[0]
+        assert arguments[0].ctypes.data % tensor_map.ALIGNMENT == 0
+        plain = [int(given["prefill"][name]) for name in ("q", "k", "v", "out", "lse")]
+        seen.append([*plain, *(read(given[name].tobytes()).address for name in structs.MAPS)])
+
+    prepared = launch.Prepared([launch.Step(run, 1, 384)], params, 5, maps_at=places)
+    prepared(*asked[0])
+    prepared(*asked[0])
+    assert seen[1:] == [[*at, *at[:3]] for at in (asked[1], asked[0], asked[0])]
+
+
 def test_maps_follow_their_arrays(monkeypatch):
     made = tensor_map.TensorMap(**GOOD)
-    memory = emulate.aligned(np.frombuffer(made.at(0x1000) + made.at(0x2000), np.uint8))
+    memory = tensor_map.aligned(made.at(0x1000) + made.at(0x2000))
     moved, move = [], emulate.Driver.cuTensorMapReplaceAddress
 
     def counted(place, address):

@@ -314,7 +314,7 @@ def prepare(plan: Plan, problem: Problem) -> launch.Prepared | None:
     write = struct.Struct("=3Q").pack_into
 
     @contextlib.contextmanager
-    def fill(params: bytearray) -> Iterator[None]:
+    def fill(params: memoryview) -> Iterator[None]:
         with _memory(size) as memory:
             write(params, offset, *memory)
             yield

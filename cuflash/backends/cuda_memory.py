@@ -6,18 +6,19 @@ import contextlib
 import ctypes
 import itertools
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from .. import launch
+from .. import driver, launch
 from ..driver import library
 
 SEMAPHORE_BYTES = 64  # more than any C library's sem_t has
 NO_DESTRUCTOR_SYNC, MOVE = 1, 1  # flags of the two functions below
 RELAXED = 2  # CU_STREAM_CAPTURE_MODE_...
+COUNTER_BYTES = 16
 
 
 def capture(stream: int) -> tuple[int, int] | None:
@@ -126,3 +127,63 @@ class GraphMemory:
         if self._zeroed:
             cupy.cuda.runtime.memsetAsync(memory.data.ptr, 0, size, stream)
         return memory
+
+
+class Counter:
+    """A counter on the device, uint32, for a launch inside."""
+
+    __slots__ = ("address", "array")
+
+    def __init__(self, array: Any):
+        self.array, self.address = array, int(array.data.ptr)
+
+    def __enter__(self) -> int:
+        return self.address
+
+    def __exit__(self, *_: Any) -> None:
+        pass
+
+
+class StreamCounters:
+    """A counter of each stream, which is 0 before a kernel; the kernel leaves it so.
+
+    Kernels on one stream run one after the other, so that they share it, and it is set to 0 once. Streams are told apart by their
+    numbers: CUDA gives the handle of a stream that is gone to another one while kernels of the first may still run. A captured call
+    gets a counter of its graph.
+    """
+
+    MOST = 1024  # streams
+
+    def __init__(self) -> None:
+        self._memory, self._of_streams = GraphMemory(zeroed=True), dict[tuple[int, int], Counter]()
+
+    def taker(self, ordinal: int) -> Callable[[], Counter]:
+        """The function that gives the counter of CuPy's current stream on its current device, which is then to be this one."""
+        stream, is_capturing = launch.stream_getter(), launch.capture_asker()
+
+        def take() -> Counter:
+            current = stream().ptr
+            if is_capturing(current):
+                return Counter(self._memory.take(COUNTER_BYTES))
+            key = ordinal, stream_number(current)
+            found = self._of_streams.get(key)
+            if found is None:
+                if len(self._of_streams) >= self.MOST:
+                    self._of_streams = {}
+                # If another thread that uses the stream puts in one as well, both are right.
+                found = self._of_streams[key] = Counter(self._memory.take(COUNTER_BYTES))
+            return found
+
+        return take
+
+
+def stream_number(stream: int) -> int:
+    """What CUDA numbers a stream by, of its current context: no other stream ever has the same."""
+    number = ctypes.c_uint64()
+    status = library().cuStreamGetId(ctypes.c_void_p(stream), ctypes.byref(number))
+    if status == driver.INVALID_CONTEXT:  # a thread that has not used CUDA yet
+        driver.use_device()
+        status = library().cuStreamGetId(ctypes.c_void_p(stream), ctypes.byref(number))
+    if status:
+        raise RuntimeError(f"CUDA does not tell a stream's number: {driver.error(status)}")
+    return number.value

@@ -255,7 +255,7 @@ def prepare(plan: Plan, problem: Problem) -> launch.Prepared | None:
     write = struct.Struct("=2Q").pack_into
 
     @contextlib.contextmanager
-    def fill(params: bytearray) -> Iterator[None]:
+    def fill(params: memoryview) -> Iterator[None]:
         with launch.workspace(outs + states, device) as memory:
             write(params, offset, memory, memory + outs)
             yield

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from cuflash import arrays, driver, jit, structs, tiles_fp
+from cuflash import arrays, driver, jit, structs, tensor_map, tiles_fp
 from cuflash.backends import cuda, cuda_append, cuda_decode, cuda_fa1, cuda_fp, cuda_parts, packed
 from cuflash.device import DeviceInfo
 from cuflash.types import Append, ArrayView, Problem
@@ -128,14 +128,6 @@ def tensor_maps() -> Iterator[None]:
         driver.library = real
 
 
-def aligned(params: np.ndarray) -> np.ndarray:
-    """A copy of a parameter struct at a multiple of 64 bytes, as CUDA has it."""
-    memory = np.empty(params.nbytes + 64, np.uint8)
-    first = -memory.ctypes.data % 64
-    memory[first : first + params.nbytes] = np.frombuffer(params.tobytes(), np.uint8)
-    return memory[first : first + params.nbytes]
-
-
 class Emulator:
     """Compiles kernels, several at a time and each once, and runs them.
 
@@ -212,7 +204,7 @@ class Emulator:
             If a thread did something that is not allowed.
         """
         runtime = self._runtime.result()
-        params = aligned(params)
+        params = tensor_map.aligned(params.tobytes())
         entry = ctypes.CDLL(str(library)).emulated_entry
         ranges = (_Range * len(memory))(*(_Range(name.encode(), a.begin, a.end) for name, a in memory.items()))
         message = ctypes.create_string_buffer(1000)
