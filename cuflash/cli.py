@@ -89,7 +89,7 @@ def build_parser() -> argparse.ArgumentParser:
     variants = bench.add_parser("variants", help="grouped heads, packed sequences, pages, windows and odd head sizes beside plain calls")
     start = bench.add_parser("start", help="time to the first result on a GPU, and of a call on the host")
     on_host = bench.add_parser("host", help="host time of calls on a GPU, beside an empty launch")
-    ladder = bench.add_parser("ladder", help="naive, fa1 and fa2 on a GPU: bytes moved, counted and measured, and speed")
+    ladder = bench.add_parser("ladder", help="naive, fa1, fa2 and fa3 on a GPU: bytes moved, counted and measured, and speed")
     decode = bench.add_parser("decode", help="one query over dense and paged caches on a GPU, beside peers and a kernel that only reads")
     fallback = bench.add_parser("fallback", help="the Numba CUDA backend, which takes what the raw kernels do not")
     from .bench import decode as bench_decode

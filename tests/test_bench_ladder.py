@@ -26,7 +26,13 @@ fa1 has run once
 "1","7","second","dram__bytes_read.sum","byte","24"
 "1","7","second","dram__bytes_write.sum","byte","0"
 "1","7","second","smsp__inst_executed.sum","inst","6"
+"0","7","first","l1tex__m_xbar2l1tex_read_bytes.sum","byte","4096"
+"0","7","first","sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_elapsed","%","71.5"
+"0","7","first","smsp__average_warps_issue_stalled_gmma_per_issue_active.ratio","inst","1.25"
+"0","7","first","smsp__average_warps_issue_stalled_long_scoreboard_per_issue_active.ratio","inst","0.5"
+"0","7","first","smsp__average_warps_issue_stalled_sleeping_per_issue_active.ratio","inst","n/a"
 """
+ONE_KERNEL = "".join(line for line in PROFILE.splitlines(keepends=True) if "second" not in line)
 
 
 def test_memory_is_the_arrays_alone_but_for_naive():
@@ -58,8 +64,13 @@ def test_a_block_reads_all_the_keys_that_its_rows_see():
 
 
 def test_figures_of_the_profiler_are_summed_over_kernels():
-    assert ladder.sums(PROFILE) == {"read": 1000024.0, "written": 2000.0, "instructions": 11.0}
-    assert ladder.sums("==ERROR== no permission\n") == {} == ladder.sums("")
+    assert ladder.figures(PROFILE) == {"read": 1000024.0, "written": 2000.0, "instructions": 11.0, "l2_read": 4096.0}
+    assert ladder.figures("==ERROR== no permission\n") == {} == ladder.figures("")
+
+
+def test_what_cannot_be_summed_is_of_one_kernel():
+    found = ladder.figures(ONE_KERNEL)
+    assert found["instructions"] == 5 and found["tensor"] == 71.5 and found["stalls"] == {"gmma": 1.25, "long scoreboard": 0.5}
 
 
 @pytest.mark.parametrize(
@@ -78,7 +89,7 @@ def test_a_profiler_that_measures(tmp_path):
     program = tmp_path / "ncu"
     program.write_text(f"#!/bin/sh\ncat <<'END'\n{PROFILE}END\n")
     program.chmod(0o755)
-    assert ladder.profiled(str(program), FULL, "fa1") == ladder.sums(PROFILE)
+    assert ladder.profiled(str(program), FULL, "fa1") == ladder.figures(PROFILE)
 
 
 def test_the_table_has_the_columns_that_were_measured():
@@ -87,10 +98,11 @@ def test_the_table_has_the_columns_that_were_measured():
     assert "TFLOP/s" not in bare and "measured" not in bare and "134" in bare and "6,577" in bare
     for kernel, ms in zip(ladder.KERNELS, (4.0, 2.0, 1.0), strict=True):
         counts[kernel] |= {"ms": ms, "tflops": FULL.flops / ms / 1e9} | ({} if kernel == "naive" else {"ratio": 2.0, "lower": 1.9})
-    counts["fa1"] |= ladder.sums(PROFILE)
+    counts["fa1"] |= ladder.figures(ONE_KERNEL)
     text = ladder.markdown({"heading": "here", "results": {FULL.name: counts}, "profiler": "why not"})
     line = next(line for line in text.splitlines() if "| fa1 |" in line).split(" | ")
-    assert line[-3:] == ["2.000", f"{FULL.flops / 2e9:.0f}", "2.00 (1.90) |"] and "1" in line and text.endswith("why not\n")
+    assert line[-5:] == ["72", "gmma 1.2, long scoreboard 0.5", "2.000", f"{FULL.flops / 2e9:.0f}", "2.00 (1.90) |"]
+    assert "1" in line and text.endswith("why not\n")
 
 
 def test_the_document_shows_what_the_command_counts(capsys):

@@ -24,9 +24,10 @@ import numpy as np
 
 from . import decode_more, prefill, report
 from .decode_sides import (
-    DTYPES, MOST_GROUP, Shape, Side, against, beside, cost, costs, dense_peers, expected, flashinfer, is_naive, ours, paged, reads,
+    MOST_GROUP, Shape, Side, against, beside, cost, costs, dense_peers, expected, flashinfer, is_naive, ours, paged, reads,
     take_turns,
 )
+from .peers import DTYPES
 
 SHAPES = tuple(
     Shape(*numbers)

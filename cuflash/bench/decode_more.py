@@ -14,8 +14,9 @@ import cuflash
 
 from . import report
 from .decode_sides import (
-    DTYPES, HEAD_DIM, Expected, Shape, Side, beside, cost, costs, expected, gpu, ours, paged, random, take, take_turns,
+    HEAD_DIM, Expected, Shape, Side, beside, cost, costs, expected, gpu, ours, paged, random, take, take_turns,
 )
+from .peers import DTYPES
 
 SECONDS = 5e-5  # of a call, about
 

@@ -16,11 +16,10 @@ import numpy as np
 import cuflash
 
 from .. import device
-from . import prefill, report
-from .prefill import Arrays, Call
+from . import peers, prefill, report
+from .peers import Arrays, Call
 
 HEAD_DIM = 128
-DTYPES = {"bfloat16": prefill.BF16, "float16": np.dtype(np.float16)}
 TIMES_L2 = 4  # keys and values that rotate are so many times as large as the L2 cache
 SECONDS_A_TURN, MOST_CALLS = 3e-3, 64  # of a graph
 MOST_GROUP = 16  # query heads a key/value head that FlashInfer takes
@@ -123,9 +122,7 @@ class Side:
     def check(self, name: str) -> None:
         """Run each call once; raise RuntimeError for a wrong value."""
         for call, want in zip(self.calls, self.wants, strict=bool(self.wants)):
-            result = call()
-            if self.of_torch:
-                result = prefill.from_torch(result, _dtype_of(result))
+            result = peers.as_cupy(call())
             error = float((abs(result.reshape(want.values.shape).astype(np.float32) - want.values) / want.bound).max())
             if not error <= 1:
                 raise RuntimeError(f"{name}: an error of {error:.3g} times what float32 with rounded weights allows")
@@ -138,30 +135,19 @@ class Side:
         return prefill.Timed(lambda: next(turn)(), rounds * len(self.calls), self.of_torch, self.eager)
 
 
-def _dtype_of(tensor: Any) -> np.dtype:
-    return DTYPES[str(tensor.dtype).removeprefix("torch.")]
-
-
 def take_turns(sides: dict[Any, Side], seconds: float, turns: int) -> dict[Any, np.ndarray]:
     """Seconds of a call, (turns,) for each side; all have been checked."""
-    timed = {name: side.timed(seconds) for name, side in sides.items()}
-    for one in timed.values():
-        one.seconds()
-    rounds = [[one.seconds() for one in timed.values()] for _ in range(turns)]
-    return dict(zip(timed, np.array(rounds).T, strict=True))
+    return prefill.take_turns({name: side.timed(seconds) for name, side in sides.items()}, turns)
 
 
 def beside(theirs: np.ndarray, own: np.ndarray) -> dict[str, float]:
     """Microseconds of another side; its time / ours of the same turn, as a median with the lower end of its confidence interval."""
-    ratios = theirs / own
-    return {"us": 1e6 * float(np.median(theirs)), "ratio": float(np.median(ratios)), "lower": report.lower_bound(list(ratios))}
+    return {"us": 1e6 * float(np.median(theirs))} | report.ratio(theirs, own)
 
 
 def cost(variant: np.ndarray, plain: np.ndarray) -> dict[str, float]:
     """Microseconds of a variant; its time / that of the plain call, as a median with the upper end of its confidence interval."""
-    ratios = variant / plain
-    upper = 1 / report.lower_bound(list(1 / ratios))
-    return {"us": 1e6 * float(np.median(variant)), "cost": float(np.median(ratios)), "upper": upper}
+    return {"us": 1e6 * float(np.median(variant))} | report.cost(variant, plain)
 
 
 def against(p: dict[str, float] | None) -> str:
@@ -231,7 +217,7 @@ def dense_peers() -> dict[str, Callable[[Arrays], Call]]:
     found: dict[str, Callable[[Arrays], Call]] = {}
     if importlib.util.find_spec("torch"):
         for name, engine in (("cuDNN", "CUDNN_ATTENTION"), ("FA2", "FLASH_ATTENTION")):
-            sdpa = prefill.torch_sdpa(engine)
+            sdpa = peers.torch_sdpa(engine)
             found[f"{name} (PyTorch)"] = lambda arrays, sdpa=sdpa: sdpa(arrays, False)  # type: ignore[misc]
         if importlib.util.find_spec("fa3_fwd_interface"):
             found["FA3"] = flash_attention_3
@@ -248,7 +234,7 @@ def is_naive(peer: str) -> bool:
 def flash_attention_3(arrays: Arrays) -> Call:
     torch = importlib.import_module("torch")
     module = importlib.import_module("fa3_fwd_interface")
-    q, k, v = map(prefill.as_torch, arrays)
+    q, k, v = map(peers.as_torch, arrays)
     lengths = torch.full((k.shape[0],), k.shape[1], device=k.device, dtype=torch.int32)
     return lambda: module.flash_attn_with_kvcache(q, k, v, cache_seqlens=lengths, causal=True)
 
@@ -256,7 +242,7 @@ def flash_attention_3(arrays: Arrays) -> Call:
 def naive_torch(arrays: Arrays) -> Call:
     """Two products of matrices with a softmax between them."""
     torch = importlib.import_module("torch")
-    q, k, v = map(prefill.as_torch, arrays)
+    q, k, v = map(peers.as_torch, arrays)
     grouped = q.view(q.shape[0], k.shape[2], -1, q.shape[3])
 
     def call() -> Any:
@@ -278,6 +264,6 @@ def flashinfer(q: Any, pages: Pages) -> list[Call]:
         torch.empty(256 << 20, dtype=torch.uint8, device=indices.device), "NHD", use_cuda_graph=True, use_tensor_cores=True,
         paged_kv_indptr_buffer=indptr.clone(), paged_kv_indices_buffer=indices.clone(), paged_kv_last_page_len_buffer=last.clone(),
     )
-    query = prefill.as_torch(q)[:, 0]
+    query = peers.as_torch(q)[:, 0]
     wrapper.plan(indptr, indices, last, heads_q, heads_kv, d, page, q_data_type=query.dtype, kv_data_type=query.dtype)
-    return [functools.partial(wrapper.run, query, tuple(map(prefill.as_torch, pair))) for pair in pages.pairs]
+    return [functools.partial(wrapper.run, query, tuple(map(peers.as_torch, pair))) for pair in pages.pairs]

@@ -2,10 +2,11 @@
 
 ``python -m cuflash bench ladder --json docs/ladder-h200.json --markdown docs/kernels.md``
 
-The kernels take turns (A B C A B C ...) on the same inputs, each replaying a CUDA graph of a few calls (naive: the calls themselves,
+The kernels take turns (A B C, C B A, ...) on the same inputs, each replaying a CUDA graph of a few calls (naive: the calls themselves,
 which take much longer on the GPU than on the host); outputs are compared first. A ratio is the time of the step before divided by that
-of this one in the same turn: its median, and the lower end of a one-sided 95 % confidence interval. Bytes of device memory and
-instructions are those of one call that runs under Nsight Compute (``ncu``) where that is installed, in a process of its own.
+of this one in the same turn: its median, and the lower end of a one-sided 95 % confidence interval. Bytes, instructions and what the
+tensor cores and the warps did are those of one call that runs under Nsight Compute (``ncu``) where that is installed, in a process of
+its own.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from __future__ import annotations
 import argparse
 import csv
 import io
+import itertools
+import re
 import shutil
 import subprocess
 import sys
@@ -22,8 +25,10 @@ from typing import Any
 
 import numpy as np
 
-from .. import device, launch, tiles, tiles_fa1
-from . import prefill, report
+from .. import device, launch
+from ..backends import cuda
+from ..problem import build_attention
+from . import peers, prefill, report
 
 KERNELS = ("naive", "fa1", "fa2")
 CHANGES = {
@@ -32,7 +37,19 @@ CHANGES = {
     "fa2": "the warps share the rows instead: no partial results between them, and O rescaled only where a maximum grows",
 }
 TURNS, SECONDS_A_TURN = 11, 4e-3
-METRICS = {"dram__bytes_read.sum": "read", "dram__bytes_write.sum": "written", "smsp__inst_executed.sum": "instructions"}
+METRICS = {
+    "dram__bytes_read.sum": "read", "dram__bytes_write.sum": "written", "smsp__inst_executed.sum": "instructions",
+    "l1tex__m_xbar2l1tex_read_bytes.sum": "l2_read",
+}
+# Of a kernel: the share of the time in which the tensor cores work, in percent, and warps that wait, for each instruction that is issued.
+TENSOR = "sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_elapsed"
+STALLS = {
+    f"smsp__average_warps_issue_stalled_{reason}_per_issue_active.ratio": reason.replace("_", " ")
+    for reason in (
+        "barrier", "branch_resolving", "dispatch_stall", "gmma", "long_scoreboard", "math_pipe_throttle", "mio_throttle", "no_instruction",
+        "not_selected", "short_scoreboard", "sleeping", "wait",
+    )
+}
 MARKER = "ladder"
 
 
@@ -103,10 +120,10 @@ def counted(shape: Shape, kernel: str, info: device.DeviceInfo) -> Counted:
 
 def tile_of(shape: Shape, kernel: str, info: device.DeviceInfo) -> Any:
     """The tile that the kernel takes for contiguous arrays."""
-    d = tiles.head_class(shape.head_dim)
-    tile = tiles_fa1.prefill_fa1(d, d, info) if kernel == "fa1" else tiles.prefill_fa2(d, d, shape.causal, False, info)
-    assert tile is not None
-    return tile
+    q = np.empty(shape.size, peers.BF16)
+    chosen = cuda.instance(build_attention(q, q, q, causal=shape.causal), info, kernel)
+    assert chosen is not None
+    return chosen.tile
 
 
 # ---- measured ---------------------------------------------------------------------------------------------------------
@@ -117,36 +134,28 @@ def inputs(shape: Shape) -> tuple[Any, Any, Any]:
     import cupy
 
     rng = cupy.random.default_rng(1)
-    q, k, v = (rng.standard_normal(shape.size, np.float32).astype(prefill.BF16) for _ in range(3))
+    q, k, v = (rng.standard_normal(shape.size, np.float32).astype(peers.BF16) for _ in range(3))
     return q, k, v
 
 
-def measure(shape: Shape) -> dict[str, dict[str, Any]]:
+def measure(shape: Shape, kernels: tuple[str, ...]) -> dict[str, dict[str, Any]]:
     """Compare the kernels with one another, then time them in turns."""
     arrays = inputs(shape)
-    calls = {kernel: prefill.ours(kernel)(arrays, shape.causal) for kernel in KERNELS}
-    results = {kernel: call().astype(np.float32) for kernel, call in calls.items()}
-    largest = float(abs(results["fa2"]).max())
-    for kernel, result in results.items():
-        error = float(abs(result - results["fa2"]).max())
-        if not error <= prefill.TOLERANCE * largest:
-            raise RuntimeError(f"{kernel} and fa2 differ by {error} on {shape.name}")
-    del results
+    calls = {kernel: peers.ours(kernel)(arrays, shape.causal) for kernel in kernels}
+    expected = calls["fa2"]().astype(np.float32)
+    for call in calls.values():
+        prefill.check(call, expected)
+    del expected
     timed = {}
     for kernel, call in calls.items():
         eager = kernel == "naive"  # calls cuBLAS through CuPy, which cannot be captured
         once = prefill.Timed(call, 1, eager=eager)
         copies = 2 if eager else max(1, min(40, int(SECONDS_A_TURN / min(once.seconds() for _ in range(3)))))
         timed[kernel] = prefill.Timed(call, copies, eager=eager)
-        timed[kernel].seconds()
-    turns = [{kernel: own.seconds() for kernel, own in timed.items()} for _ in range(TURNS)]
-    found: dict[str, dict[str, Any]] = {}
-    for before, kernel in zip((None, *KERNELS), KERNELS, strict=False):
-        ms = 1e3 * float(np.median([turn[kernel] for turn in turns]))
-        found[kernel] = {"ms": ms, "tflops": shape.flops / ms / 1e9}
-        if before is not None:
-            ratios = [turn[before] / turn[kernel] for turn in turns]
-            found[kernel] |= {"ratio": float(np.median(ratios)), "lower": report.lower_bound(ratios)}
+    times = prefill.take_turns(timed, TURNS)
+    found = {kernel: prefill.speed(shape.flops, seconds) for kernel, seconds in times.items()}
+    for before, kernel in itertools.pairwise(kernels):
+        found[kernel] |= report.ratio(times[before], times[kernel])
     return found
 
 
@@ -156,32 +165,49 @@ def profiler() -> str | None:
     return shutil.which("ncu") or next(iter(places), None)
 
 
-def profiled(program: str, shape: Shape, kernel: str) -> dict[str, float] | str:
-    """The METRICS of one call, summed over its kernels; or in words why there are none."""
+def profiled(program: str, shape: Shape, kernel: str) -> dict[str, Any] | str:
+    """What figures() reads of one call; or in words why there is nothing."""
+    metrics = ",".join((*METRICS, TENSOR, *STALLS))
     command = [
-        program, "--clock-control", "none", "--profile-from-start", "off", "--metrics", ",".join(METRICS), "--csv", "--print-units", "base",
+        program, "--clock-control", "none", "--profile-from-start", "off", "--metrics", metrics, "--csv", "--print-units", "base",
         sys.executable, "-m", "cuflash", "bench", "ladder", "--only", shape.name, "--one-call", kernel,
     ]  # fmt: skip
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
         return f"ncu does not run: {error}"
-    found = sums(done.stdout)
-    if set(found) == set(METRICS.values()):
+    found = figures(done.stdout)
+    if set(METRICS.values()) <= set(found):
         return found
     complaints = [line.strip() for line in (done.stdout + done.stderr).splitlines() if "==ERROR==" in line] or ["it printed no figures"]
     return f"ncu measured nothing: {complaints[0].removeprefix('==ERROR== ')}"
 
 
-def sums(text: str) -> dict[str, float]:
-    """Sums of the METRICS over all kernels, from what ncu prints as CSV between lines of its own and of the program."""
+def figures(text: str) -> dict[str, Any]:
+    """Sums of the METRICS over all kernels, from what ncu prints as CSV between lines of its own and of the program.
+
+    Where it was one kernel, its ``tensor`` and ``stalls`` as well, which cannot be added up.
+    """
     lines = text.splitlines()
     start = next((i for i, line in enumerate(lines) if line.startswith('"ID"')), len(lines))
-    found: dict[str, float] = {}
+    found: dict[str, Any] = {}
+    stalls: dict[str, float] = {}
+    kernels = set()
     for row in csv.DictReader(io.StringIO("\n".join(lines[start:]))):
-        name = METRICS.get(row.get("Metric Name") or "")
-        if name is not None:
-            found[name] = found.get(name, 0.0) + float(row["Metric Value"].replace(",", ""))
+        metric, number = row.get("Metric Name") or "", (row.get("Metric Value") or "").replace(",", "")
+        if not re.fullmatch(r"[0-9.e+-]+", number):  # "n/a", or a line of the program
+            continue
+        kernels.add(row["ID"])
+        if metric in METRICS:
+            found[METRICS[metric]] = found.get(METRICS[metric], 0.0) + float(number)
+        elif metric == TENSOR:
+            found["tensor"] = float(number)
+        elif metric in STALLS:
+            stalls[STALLS[metric]] = float(number)
+    if len(kernels) != 1:
+        found.pop("tensor", None)
+    elif stalls:
+        found["stalls"] = stalls
     return found
 
 
@@ -190,7 +216,7 @@ def one_call(shape: Shape, kernel: str) -> str:
     import cupy
     from cupyx.profiler import profile
 
-    call = prefill.ours(kernel)(inputs(shape), shape.causal)
+    call = peers.ours(kernel)(inputs(shape), shape.causal)
     call()
     cupy.cuda.Device().synchronize()
     with profile():
@@ -211,13 +237,21 @@ def cells(name: str, kernel: str, r: dict[str, Any]) -> dict[str, str]:
         "memory MB, counted": megabytes(count["memory"]),
         "memory MB, measured (read + written)": megabytes(r["read"] + r["written"]) if "read" in r else "",
         "L2 MB, counted": megabytes(count["l2"]),
+        "L2 MB, measured (read)": megabytes(r["l2_read"]) if "l2_read" in r else "",
         "shared memory, bytes a pair, counted": f"{count['shared'] / shape.pairs:.0f}" if count["shared"] else "-",
         "issue slots a pair, measured": f"{r['instructions'] / shape.pairs:.2f}" if "instructions" in r else "",
+        "tensor cores at work, %": f"{r['tensor']:.0f}" if "tensor" in r else "",
+        "warps that wait, for each instruction": ", ".join(f"{reason} {n:.1f}" for reason, n in most(r.get("stalls", {}))),
         "ms": f"{r['ms']:.3f}" if "ms" in r else "",
         "TFLOP/s": f"{r['tflops']:.0f}" if "ms" in r else "",
         "step before / this (lower bound)": f"{r['ratio']:.2f} ({r['lower']:.2f})" if "ratio" in r else "-" if "ms" in r else "",
     }
     return line
+
+
+def most(stalls: dict[str, float]) -> list[tuple[str, float]]:
+    """The four largest."""
+    return sorted(stalls.items(), key=lambda item: -item[1])[:4]
 
 
 def megabytes(count: float | None) -> str:
@@ -278,15 +312,16 @@ def measure_all(found: dict[str, Any], shapes: list[Shape]) -> None:
     if program is None:
         found["profiler"] = "Bytes and instructions were not measured: ncu is not installed."
     for shape in prefill.progress(shapes):
-        for kernel, figures in measure(shape).items():
-            found["results"][shape.name][kernel] |= figures
+        of_shape = found["results"][shape.name]
+        for kernel, times in measure(shape, tuple(of_shape)).items():
+            of_shape[kernel] |= times
         prefill.free_memory()
-        for kernel in KERNELS:
+        for kernel in of_shape:
             if program is None:
                 break
-            totals = profiled(program, shape, kernel)
-            if isinstance(totals, str):
-                found["profiler"] = f"Bytes and instructions were not measured: {totals}"
+            counters = profiled(program, shape, kernel)
+            if isinstance(counters, str):
+                found["profiler"] = f"Bytes and instructions were not measured: {counters}"
                 program = None
             else:
-                found["results"][shape.name][kernel] |= totals
+                of_shape[kernel] |= counters

@@ -1,11 +1,12 @@
 """Prefill on one GPU beside whatever peers are importable: PyTorch's FlashAttention-2, cuDNN and math, FlashAttention-3, and our naive.
 
-``python -m cuflash bench prefill --json docs/prefill-h200.json --markdown docs/performance.md``
+``python -m cuflash bench prefill --kernel fa3 --dtype both --json docs/prefill-fa3-h200.json --markdown docs/performance.md``
 
-cuflash and a peer take turns on the same inputs (A B A B ...), each replaying a CUDA graph of a few calls, so that host time
-stays out (but for our naive kernel, whose calls take much longer on the GPU than on the host); outputs are compared first. A ratio
-is the peer's time divided by cuflash's in the same turn: what counts is its median and the lower end of a one-sided 95 %
-confidence interval of that median. TFLOP/s count useful work, half of it when causal.
+cuflash and the peers take turns on the same inputs (A B C, C B A, ...), each replaying a CUDA graph of a few calls, so that host time
+stays out (but for our naive kernel, whose calls take much longer on the GPU than on the host); outputs are compared first. Peers that
+store the scores take turns with cuflash alone. A ratio is the peer's time divided by cuflash's in the same turn, for the best peer the
+smallest time of all that store no scores: what counts is its median and the lower end of a one-sided 95 % confidence interval of that
+median. TFLOP/s count useful work, half of it when causal. Errors against float64 come along (accuracy.py).
 """
 
 from __future__ import annotations
@@ -14,10 +15,11 @@ import argparse
 import gc
 import importlib
 import importlib.util
+import itertools
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -27,26 +29,25 @@ import numpy as np
 
 import cuflash
 
-from . import report
+from . import accuracy, report
+from .peers import DTYPES, Arrays, Call, Peer, as_cupy, importable, materialises, ours
 
-BF16 = np.dtype(ml_dtypes.bfloat16)
 TOKENS, WIDTH = 16384, 2048  # of every case: batch * length, heads * head size
 HEAD_SIZES, LENGTHS = (64, 128, 256), (512, 1024, 2048, 4096, 8192, 16384)
 TURNS = 11
-TOLERANCE = 2.0**-6  # of two results in bfloat16, relative to the largest element
 SECONDS_A_TURN = 4e-3
 MOST_NAIVE_BYTES = 64 << 30  # scores that a materialising peer may need
-MARKER = "prefill tables"
 PACKAGES = ("cuflash", "numpy", "torch", "nvidia-cudnn-cu13", "flash-attn-3", "fa3-fwd", "flashinfer-python")
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Self-attention of equal lengths in bfloat16, layout (B, S, H, D)."""
+    """Self-attention of equal lengths, layout (B, S, H, D)."""
 
     head_dim: int
     seqlen: int
     causal: bool
+    dtype: str = "bfloat16"
 
     @property
     def batch(self) -> int:
@@ -66,103 +67,32 @@ class Shape:
 
     @property
     def name(self) -> str:
-        return f"D{self.head_dim} N{self.seqlen} {'causal' if self.causal else 'full'}"
+        return f"{self.dtype} D{self.head_dim} N{self.seqlen} {'causal' if self.causal else 'full'}"
+
+    def inputs(self) -> Arrays:
+        """Random q, k and v."""
+        import cupy
+
+        rng = cupy.random.default_rng(1)
+        size = (self.batch, self.seqlen, self.heads, self.head_dim)
+        q, k, v = (rng.standard_normal(size, np.float32).astype(DTYPES[self.dtype]) for _ in range(3))
+        return q, k, v
 
 
 T = TypeVar("T")
-Arrays = tuple[Any, Any, Any]  # q, k, v as CuPy arrays
-Call = Callable[[], Any]  # returns the output as an array with DLPack, (B, S, H, D)
-Peer = Callable[[Arrays, bool], Call]
 
 
-def cases(only: str = "") -> Iterator[Shape]:
+def cases(only: str = "", dtypes: Iterable[str] = ("bfloat16",)) -> Iterator[Shape]:
     """The shapes whose name contains ``only``."""
-    for d in HEAD_SIZES:
-        for n in LENGTHS:
-            for causal in (False, True):
-                shape = Shape(d, n, causal)
-                if only in shape.name:
-                    yield shape
+    for dtype, d, n, causal in itertools.product(dtypes, HEAD_SIZES, LENGTHS, (False, True)):
+        shape = Shape(d, n, causal, dtype)
+        if only in shape.name:
+            yield shape
 
 
-def ours(kernel: str) -> Peer:
-    """A kernel of cuflash's cuda backend."""
-
-    def prepare(arrays: Arrays, causal: bool) -> Call:
-        import cupy
-
-        out = cupy.empty_like(arrays[0])
-
-        def call() -> Any:
-            return cuflash.attention(*arrays, causal=causal, kernel=kernel, backend="cuda", out=out)
-
-        return call
-
-    return prepare
-
-
-def torch_sdpa(backend: str) -> Peer:
-    """One of PyTorch's engines behind scaled_dot_product_attention."""
-
-    def prepare(arrays: Arrays, causal: bool) -> Call:
-        torch = importlib.import_module("torch")
-        attention = importlib.import_module("torch.nn.attention")
-        q, k, v = (as_torch(a).transpose(1, 2) for a in arrays)
-
-        def call() -> Any:
-            with attention.sdpa_kernel(getattr(attention.SDPBackend, backend)), torch.no_grad():
-                out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1])
-            return out.transpose(1, 2)
-
-        return call
-
-    return prepare
-
-
-def flash_attention_3(arrays: Arrays, causal: bool) -> Call:
-    module = importlib.import_module(_fa3_module() or "fa3_fwd_interface")
-    q, k, v = map(as_torch, arrays)
-
-    def call() -> Any:
-        out = module.flash_attn_func(q, k, v, causal=causal)
-        return out[0] if isinstance(out, tuple) else out
-
-    return call
-
-
-def _fa3_module() -> str | None:
-    return next((name for name in ("fa3_fwd_interface", "flash_attn_interface") if importlib.util.find_spec(name)), None)
-
-
-def as_torch(a: Any) -> Any:
-    """The same memory as a PyTorch tensor of float16 or bfloat16."""
-    torch = importlib.import_module("torch")
-    return torch.from_dlpack(a.view(np.int16)).view(getattr(torch, a.dtype.name))
-
-
-def from_torch(tensor: Any, dtype: np.dtype) -> Any:
-    """A tensor of 16-bit numbers as a CuPy array."""
-    import cupy
-
-    return cupy.from_dlpack(tensor.contiguous().view(importlib.import_module("torch").int16)).view(dtype)
-
-
-def importable_peers() -> dict[str, Peer]:
-    """Peers that this machine has, the naive kernel of cuflash among them."""
-    peers: dict[str, Peer] = {}
-    if importlib.util.find_spec("torch"):
-        peers["FA2 (PyTorch)"] = torch_sdpa("FLASH_ATTENTION")
-        peers["cuDNN (PyTorch)"] = torch_sdpa("CUDNN_ATTENTION")
-        peers["math (PyTorch)"] = torch_sdpa("MATH")
-        if _fa3_module():
-            peers["FA3"] = flash_attention_3
-    peers["naive (cuflash)"] = ours("naive")
-    return peers
-
-
-def materialises(peer: str) -> bool:
-    """Whether a peer stores the scores."""
-    return peer.startswith(("math", "naive"))
+def tolerance(dtype: np.dtype) -> float:
+    """Largest difference of two results that are both right, relative to the largest element."""
+    return 2 * float(ml_dtypes.finfo(dtype).eps)
 
 
 class Timed:
@@ -181,10 +111,13 @@ class Timed:
             torch = importlib.import_module("torch")
             call()
             torch.cuda.synchronize()
-            gc.collect()  # a graph of before that is destroyed during the capture would end it
             self.graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self.graph):
-                self.kept = [call() for call in self.calls]
+            gc.disable()  # a graph of before that is destroyed during the capture would end it
+            try:
+                with torch.cuda.graph(self.graph):
+                    self.kept = [call() for call in self.calls]
+            finally:
+                gc.enable()
         elif not eager:
             with self.stream:
                 self.stream.begin_capture()
@@ -217,43 +150,72 @@ class Timed:
         return float(cupy.cuda.get_elapsed_time(begin, end)) / 1e3 / len(self.calls)
 
 
+def take_turns(sides: dict[T, Timed], turns: int) -> dict[T, np.ndarray]:
+    """Seconds of a call, (turns,) for each side: all of them in each turn, the other way round in every second one."""
+    for side in sides.values():
+        side.seconds()
+    found: dict[T, list[float]] = {name: [] for name in sides}
+    for turn in range(turns):
+        for name in list(sides)[:: -1 if turn % 2 else 1]:
+            found[name].append(sides[name].seconds())
+    return {name: np.array(seconds) for name, seconds in found.items()}
+
+
 def measure(shape: Shape, kernel: str, peers: dict[str, Peer]) -> dict[str, Any]:
     """Compare, then time, one shape against every peer."""
-    import cupy
-
-    rng = cupy.random.default_rng(1)
-    size = (shape.batch, shape.seqlen, shape.heads, shape.head_dim)
-    arrays = tuple(rng.standard_normal(size, np.float32).astype(BF16) for _ in range(3))
+    arrays = shape.inputs()
     call = ours(kernel)(arrays, shape.causal)
     expected = call().astype(np.float32)
-    largest = float(abs(expected).max())
     once = Timed(call, 1)
     copies = max(1, min(40, int(SECONDS_A_TURN / min(once.seconds() for _ in range(3)))))
     own = Timed(call, copies)
-    found: dict[str, Any] = {}
-    times: list[float] = []
-    for name, prepare in peers.items():
-        if materialises(name) and shape.scores * 6 > MOST_NAIVE_BYTES:
-            continue
-        peer = prepare(arrays, shape.causal)
-        result = peer()
-        found_out = result if isinstance(result, cupy.ndarray) else from_torch(result, BF16)
-        error = float(abs(found_out.astype(np.float32) - expected).max())
-        if not error <= TOLERANCE * largest:
-            raise RuntimeError(f"{name} and cuflash differ by {error} on {shape.name}")
-        del result, found_out
-        of_cuflash = name.endswith("(cuflash)")  # its naive kernel calls cuBLAS through CuPy, which cannot be captured
-        theirs = Timed(peer, 2 if materialises(name) else copies, not of_cuflash, of_cuflash)
-        theirs.seconds(), own.seconds()
-        pairs = [(theirs.seconds(), own.seconds()) for _ in range(TURNS)]
-        times += [b for _, b in pairs]
-        ratios = [a / b for a, b in pairs]
-        ms = 1e3 * float(np.median([a for a, _ in pairs]))
-        found[name] = {"ms": ms, "tflops": shape.flops / ms / 1e9, "ratio": float(np.median(ratios)), "lower": report.lower_bound(ratios)}
-        del theirs, peer
+    row: dict[str, Any] = {"kernel": cuflash.plan(*arrays, causal=shape.causal, kernel=kernel, backend="cuda").kernel}
+    row |= {"peers": {}, "failed": {}}
+    fits = {name: peer for name, peer in peers.items() if not materialises(name) or shape.scores * 6 <= MOST_NAIVE_BYTES}
+    together = [name for name in fits if not materialises(name)]
+    own_times: list[float] = []
+    for names in [together, *([name] for name in fits if materialises(name))]:
+        sides: dict[str, Timed] = {}
+        for name in names:
+            try:
+                peer = fits[name](arrays, shape.causal)
+                check(peer, expected)
+            except Exception as error:  # a peer that does not take the call, or is wrong, is no reason to measure nothing
+                row["failed"][name] = refusal(error)
+                continue
+            of_cuflash = name.endswith("(cuflash)")  # its naive kernel calls cuBLAS through CuPy, which cannot be captured
+            sides[name] = Timed(peer, 2 if materialises(name) else copies, not of_cuflash, of_cuflash)
+        if names and not sides and not any(name in row["peers"] for name in fits):
+            raise RuntimeError(f"{shape.name}: no peer gives what cuflash does: {row['failed']}")
+        times = take_turns(sides | {"cuflash": own}, TURNS)
+        mine = times.pop("cuflash")
+        own_times += list(mine)
+        for name, theirs in times.items():
+            row["peers"][name] = speed(shape.flops, theirs) | report.ratio(theirs, mine)
+        if names is together and times:
+            row["best"] = report.ratio(np.minimum.reduce(list(times.values())), mine)
+        del sides
         free_memory()
-    ms = 1e3 * float(np.median(times or [own.seconds() for _ in range(TURNS)]))
-    return {"ms": ms, "tflops": shape.flops / ms / 1e9, "kernel": kernel, "clock_mhz": clock_under(own), "peers": found}
+    return row | speed(shape.flops, own_times) | {"clock_mhz": clock_under(own)}
+
+
+def speed(flops: float, seconds: Sequence[float] | np.ndarray) -> dict[str, float]:
+    """Median time, and useful work in that time."""
+    ms = 1e3 * float(np.median(seconds))
+    return {"ms": ms, "tflops": flops / ms / 1e9}
+
+
+def check(call: Call, expected: Any) -> None:
+    """Raise RuntimeError unless a call gives these values (float32), within what rounding explains."""
+    result = as_cupy(call())
+    difference = float(abs(result.astype(np.float32) - expected).max() / abs(expected).max())
+    if not difference <= tolerance(result.dtype):
+        raise RuntimeError(f"it differs from cuflash by {difference:.2g} of the largest element")
+
+
+def refusal(error: Exception) -> str:
+    """Why a peer does not take a call, in one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
 def clock_under(load: Timed) -> int | None:
@@ -305,16 +267,23 @@ def environment() -> dict[str, Any]:
 
 
 def summary(results: dict[str, Any]) -> dict[str, float]:
-    """Geometric mean and smallest ratio against each peer."""
+    """Geometric mean and smallest ratio against each peer, for each dtype."""
     figures: dict[str, float] = {}
     clocks = [r["clock_mhz"] for r in results.values() if r.get("clock_mhz")]
     if clocks:
         figures |= {"clock under cuflash, smallest, MHz": min(clocks), "clock under cuflash, largest, MHz": max(clocks)}
-    for peer in dict.fromkeys(peer for r in results.values() for peer in r["peers"]):
-        rows = [r["peers"][peer] for r in results.values() if peer in r["peers"]]
-        figures[f"{peer} / cuflash, geometric mean of {len(rows)}"] = report.geometric_mean(row["ratio"] for row in rows)
-        figures[f"{peer} / cuflash, smallest"] = min(row["ratio"] for row in rows)
-        figures[f"{peer} / cuflash, smallest lower bound"] = min(row["lower"] for row in rows)
+    for dtype in DTYPES:
+        of_dtype = {name: r for name, r in results.items() if name.startswith(dtype)}
+        peers = dict.fromkeys(peer for r in of_dtype.values() for peer in r["peers"])
+        for peer in ("best peer", *peers):
+            rows = {name: r.get("best") if peer == "best peer" else r["peers"].get(peer) for name, r in of_dtype.items()}
+            found = {name: row for name, row in rows.items() if row}
+            if not found:
+                continue
+            what, worst = f"{dtype}, {peer} / cuflash", min(found, key=lambda name: found[name]["ratio"])
+            figures[f"{what}, geometric mean of {len(found)}"] = report.geometric_mean(row["ratio"] for row in found.values())
+            figures[f"{what}, smallest ({worst.removeprefix(dtype).strip()})"] = found[worst]["ratio"]
+            figures[f"{what}, smallest lower bound"] = min(row["lower"] for row in found.values())
     return figures
 
 
@@ -338,6 +307,11 @@ def markdown(found: dict[str, Any]) -> str:
     lines = [heading(env), ""]
     lines += report.markdown_table(header, rows)
     lines += ["", *report.markdown_table(("figure", "value"), ((name, f"{value:.4g}") for name, value in summary(results).items()))]
+    failed = {(peer, name.split()[0], why): None for name, r in results.items() for peer, why in r.get("failed", {}).items()}
+    if failed:
+        lines += ["", f"Not measured: {'; '.join(f'{peer} in {dtype} ({why})' for peer, dtype, why in failed)}."]
+    if "accuracy" in found:
+        lines += ["", *accuracy.markdown(found["accuracy"])]
     return "\n".join(lines) + "\n"
 
 
@@ -352,7 +326,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", type=Path, help="write the results here")
     parser.add_argument("--markdown", type=Path, help="write the tables here, between marker lines if there are any")
     parser.add_argument("--only", default="", help="cases whose name contains this, such as 'D128 N4096'")
-    parser.add_argument("--kernel", default="fa2", help="the kernel of cuflash's cuda backend")
+    parser.add_argument("--kernel", default="auto", help="the kernel of cuflash's cuda backend (default: what it takes for each call)")
+    parser.add_argument("--dtype", default="bfloat16", choices=(*DTYPES, "both"), help="of the arrays")
     parser.add_argument("--peers", help="names that contain one of these words, separated by commas (default: all)")
 
 
@@ -360,13 +335,24 @@ def run(arguments: argparse.Namespace) -> str:
     """Measure; returns the Markdown."""
     report.require_gpu("bench prefill")
     words = arguments.peers.split(",") if arguments.peers else [""]
-    peers = {name: peer for name, peer in importable_peers().items() if any(word in name for word in words)}
+    peers = {name: peer for name, peer in importable().items() if any(word in name for word in words)}
+    dtypes = tuple(DTYPES) if arguments.dtype == "both" else (arguments.dtype,)
     found: dict[str, Any] = {"environment": environment(), "results": {}}
-    for shape in progress(list(cases(arguments.only))):
+    for shape in progress(list(cases(arguments.only, dtypes))):
         found["results"][shape.name] = measure(shape, arguments.kernel, peers)
+        found["summary"] = summary(found["results"])
         if arguments.json:  # after each shape: what has been measured is kept
+            report.write_json(arguments.json, found)
+    if not arguments.only:
+        found["accuracy"] = accuracy.measure(arguments.kernel, peers, dtypes)
+        if arguments.json:
             report.write_json(arguments.json, found)
     text = markdown(found)
     if arguments.markdown:
-        report.write_markdown(arguments.markdown, MARKER, text)
+        report.write_markdown(arguments.markdown, marker(found["results"]), text)
     return text
+
+
+def marker(results: dict[str, Any]) -> str:
+    """The name of the tables in a document: each kernel has its own."""
+    return f"prefill tables of {'/'.join(sorted({r['kernel'] for r in results.values()}))}"

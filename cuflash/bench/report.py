@@ -11,6 +11,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 import cuflash
 
 
@@ -30,6 +32,18 @@ def lower_bound(ratios: Sequence[float]) -> float:
         chance += math.comb(n, rank) / 2**n
         rank += 1
     return sorted(ratios)[max(rank - 1, 0)]
+
+
+def ratio(theirs: np.ndarray, own: np.ndarray) -> dict[str, float]:
+    """Their time / ours of the same turn: the median with the lower end of its confidence interval."""
+    ratios = theirs / own
+    return {"ratio": float(np.median(ratios)), "lower": float(lower_bound(list(ratios)))}
+
+
+def cost(variant: np.ndarray, plain: np.ndarray) -> dict[str, float]:
+    """A variant's time / that of the plain call in the same turn: the median with the upper end of its confidence interval."""
+    costs = variant / plain
+    return {"cost": float(np.median(costs)), "upper": float(1 / lower_bound(list(1 / costs)))}
 
 
 def geometric_mean(values: Iterable[float]) -> float:
