@@ -30,7 +30,7 @@ class Target(NamedTuple):
 # Every pair that exists. A new backend is one more line here, and what it declines stands in ABSENT.
 HOST = (Target("reference", "naive"), Target("cpu", "fa2"), Target("cpu", "decode"), Target("cpu", "naive"))
 NUMBA_CUDA = (Target("numba-cuda", "fa1"), Target("numba-cuda", "decode"))
-CUDA = (Target("cuda", "fa2"), Target("cuda", "fa1"), Target("cuda", "decode"), Target("cuda", "naive"))
+CUDA = (Target("cuda", "fa3"), Target("cuda", "fa2"), Target("cuda", "fa1"), Target("cuda", "decode"), Target("cuda", "naive"))
 ALL_TARGETS = (*HOST, *NUMBA_CUDA, *CUDA)
 GRADIENT_HOST = (Target("reference", "naive"), Target("cpu", "fa2"))
 
@@ -38,7 +38,8 @@ GRADIENT_HOST = (Target("reference", "naive"), Target("cpu", "fa2"))
 if devices.SIMULATED:
     TARGETS, GRADIENT_TARGETS = NUMBA_CUDA, NUMBA_CUDA[:1]
 elif devices.gpu_wanted():
-    TARGETS, GRADIENT_TARGETS = (*NUMBA_CUDA, *CUDA), NUMBA_CUDA[:1]
+    TARGETS = (*NUMBA_CUDA, *(t for t in CUDA if t.kernel != "fa3" or devices.hopper()))
+    GRADIENT_TARGETS = NUMBA_CUDA[:1]
 else:
     TARGETS, GRADIENT_TARGETS = HOST, GRADIENT_HOST
 

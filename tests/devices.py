@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
 from collections.abc import Callable
@@ -24,6 +25,16 @@ def gpu_wanted() -> bool:
     if importlib.util.find_spec("cupy") is None:
         raise RuntimeError("CUFLASH_TEST_GPU=1, but CuPy is not installed")
     return True
+
+
+@functools.cache
+def hopper() -> bool:
+    """Whether the suite runs on a GPU of compute capability 9.0, which has a kernel of its own."""
+    if not gpu_wanted():
+        return False
+    import cupy
+
+    return cupy.cuda.Device().compute_capability == "90"
 
 
 def root(a: np.ndarray) -> np.ndarray:

@@ -64,6 +64,12 @@ class Kind:
         return self.kernel == "fa2" and self.out == self.dtype and not (self.paged or self.alibi or self.flat)
 
     @property
+    def hopper(self) -> bool:
+        """Whether prefill_fa3 takes such problems, if their arrays lie as its copies want them."""
+        short = self.itemsize == 2 and self.out == self.dtype and self.load == 16
+        return self.kernel == "fa2" and short and not (self.mask or self.bias or self.alibi or self.paged)
+
+    @property
     def exists(self) -> bool:
         """Whether the kernel has these options."""
         asked = {
@@ -200,8 +206,8 @@ def lengths(draw: st.DrawFn, most: int) -> int:
 
 
 @st.composite
-def examples(draw: st.DrawFn, of: Sequence[Kind], longest: int = LONGEST, naive: int = 12) -> Example:
-    """A problem of one of these kinds. So many percent of those that it could compute are for the naive kernel."""
+def examples(draw: st.DrawFn, of: Sequence[Kind], longest: int = LONGEST, naive: int = 12, hopper: int = 0) -> Example:
+    """A problem of one of these kinds. So many percent of those that they could compute are for the naive kernel, and for fa3."""
 
     def one(*values: object) -> object:
         return draw(st.sampled_from(values))
@@ -210,7 +216,7 @@ def examples(draw: st.DrawFn, of: Sequence[Kind], longest: int = LONGEST, naive:
         return draw(st.integers(0, 99)) < percent
 
     kind = draw(st.sampled_from(list(of)))
-    kernel = "naive" if kind.naive and chance(naive) else kind.kernel
+    kernel = "naive" if kind.naive and chance(naive) else "fa3" if kind.hopper and chance(hopper) else kind.kernel
     d, dv = (draw(_head_sizes(c, kind.unit)) for c in (kind.d, kind.dv))
     b, hkv, ratio = draw(st.integers(1, 3)), draw(st.integers(1, 3)), one(1, 1, 2, 3, 4, 7)
     fields: dict = {"kind": kind, "seed": draw(st.integers(0, 2**20)), "kernel": kernel, "d": d, "dv": dv}
@@ -248,7 +254,7 @@ def examples(draw: st.DrawFn, of: Sequence[Kind], longest: int = LONGEST, naive:
         fields["expanded"] = False  # what is hidden from one batch would be seen by another
     if storage == "dense" and b == 1:
         fields["axes"] = one(4, 3, 2) if hkv == ratio == 1 else one(4, 3)
-    if kernel != "fa2":  # neither has sinks, nor index arrays on the device
+    if kernel not in ("fa2", "fa3"):  # the others have neither sinks nor index arrays on the device
         return Example(**{**fields, "sinks": False})
     able = not kind.paged and fields.get("mask_axes") != "tree"
     if storage == "packed" and not kind.flat:  # else the call may be taken for one of which the longest is unknown

@@ -45,6 +45,7 @@ from fuzz import LONGEST, Example, Kind, examples, kinds  # noqa: E402
 MOST_INSTANCES = 150
 SHRINK_SECONDS = 10.0
 EMULATED_LONGEST = 150
+DECLINED = {"naive": "cuBLAS needs|no scale of 0", "fa3": "strides"}  # reasons that depend on more than a kind
 
 
 # --- which kernels -----------------------------------------------------------------------------------------------------
@@ -84,6 +85,10 @@ def _sources(kind: Kind, info: device.DeviceInfo) -> list[jit.Source]:
     for flat_rows in (False, True) if kind.kernel == "fa2" and not kind.paged else ():  # device-side cu_seqlens
         if not flat_rows or kind.flat:
             found.append(cuda.clear_source(problem.out_dtype.itemsize, problem.compute_dtype.itemsize, flat_rows))
+    if kind.hopper and info.cc == (9, 0):
+        hopper = cuda.instance(problem, info, "fa3")
+        assert hopper is not None
+        found.append(hopper.source)
     if kind.naive:
         options = bool(kind.bias) or kind.mask or kind.softcap
         found.append(naive_cuda._instance(kind.dtype, options, kind.bias or kind.dtype))
@@ -146,7 +151,7 @@ def search(
         try:
             error = test(e)
         except NoBackendError as reason:
-            if e.kernel == "naive" and re.search("cuBLAS needs|no scale of 0", str(reason)):
+            if re.search(DECLINED.get(e.kernel, "$^"), str(reason)):
                 tally["declined"] += 1
                 return
             raise _noted(failed, first, text, reason) from None
@@ -161,7 +166,8 @@ def search(
 
     naive = 0 if target == "emulator" else 12
     longest = EMULATED_LONGEST if target == "emulator" else LONGEST
-    run = given(examples([kind], longest, naive))(body)
+    hopper = 40 if target == "cuda" and device.probe(0).cc == (9, 0) else 0
+    run = given(examples([kind], longest, naive, hopper))(body)
     run = seed(number)(run)
     run = settings(
         max_examples=count, deadline=None, database=DirectoryBasedExampleDatabase(folder / "examples"), print_blob=False,

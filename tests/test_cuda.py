@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 
 import compare
+import devices
 import numpy as np
 import pytest
 from calls import check, expected, present, run
@@ -19,6 +20,7 @@ from cuflash.problem import build_attention, build_varlen
 pytestmark = pytest.mark.gpu
 
 FA1, FA2 = Target("cuda", "fa1"), Target("cuda", "fa2")
+BEST = pytest.mark.parametrize("kernel", ["fa3", "fa2"] if devices.hopper() else ["fa2"])  # what kernel="auto" comes to
 FORCED = ("T4", "A100", "RTX 3090", "RTX 4090")
 NAMES = tuple(
     name
@@ -51,7 +53,7 @@ def inputs(cupy, *shape):
     return [cupy.asarray(np.random.default_rng(n).standard_normal(shape).astype(F16)) for n in range(3)]
 
 
-@pytest.mark.parametrize("kernel", ["fa2", "fa1", "naive"])
+@pytest.mark.parametrize("kernel", ["fa3"] * devices.hopper() + ["fa2", "fa1", "naive"])
 @pytest.mark.parametrize("form", ["current", "stream", "pointer"])
 def test_case_53_it_runs_on_the_callers_stream(form, kernel):
     import cupy
@@ -76,7 +78,8 @@ def test_case_53_it_runs_on_the_callers_stream(form, kernel):
     compare.assert_same_bits(result.get(), want, "out")
 
 
-def test_a_warm_call_is_captured_and_a_cold_one_refuses():
+@BEST
+def test_a_warm_call_is_captured_and_a_cold_one_refuses(kernel):
     import cupy
 
     q, k, v = inputs(cupy, 1, 130, 2, 64)
@@ -84,7 +87,7 @@ def test_a_warm_call_is_captured_and_a_cold_one_refuses():
     stream = cupy.cuda.Stream(non_blocking=True)
 
     def call(**options):
-        cuflash.attention(q, k, v, backend="cuda", kernel="fa2", out=out, **options)
+        cuflash.attention(q, k, v, backend="cuda", kernel=kernel, out=out, **options)
 
     with stream:
         call()
@@ -116,18 +119,21 @@ def test_naive_is_refused_with_the_bytes_it_wanted_and_flash_runs():
     assert not out.any()
 
 
-def test_other_shapes_compile_nothing():
+@BEST
+def test_other_shapes_compile_nothing(kernel):
     import cupy
 
     q, k, v = inputs(cupy, 3, 70, 4, 64)
-    cuflash.attention(q, k, v, backend="cuda", kernel="fa2")
+    cuflash.attention(q, k, v, backend="cuda", kernel=kernel)
     before = len(jit._functions)
     for n in range(1, 71):
-        cuflash.attention(q[: n % 3 + 1, :n], k[: n % 3 + 1], v[: n % 3 + 1], backend="cuda", kernel="fa2")
+        cuflash.attention(q[: n % 3 + 1, :n], k[: n % 3 + 1], v[: n % 3 + 1], backend="cuda", kernel=kernel)
     assert len(jit._functions) == before
 
 
-@pytest.mark.parametrize(("backend", "kernel"), [("cuda", "fa2"), ("cuda", "fa1"), ("numba-cuda", "fa1")])
+@pytest.mark.parametrize(
+    ("backend", "kernel"), [*[("cuda", "fa3")] * devices.hopper(), ("cuda", "fa2"), ("cuda", "fa1"), ("numba-cuda", "fa1")]
+)
 def test_what_cannot_be_replayed_is_not_captured(backend, kernel):
     """Lengths from the host are copied for the call: a replay would read whatever lies there then."""
     import cupy
@@ -143,13 +149,14 @@ def test_what_cannot_be_replayed_is_not_captured(backend, kernel):
         stream.end_capture()
 
 
+@BEST
 @pytest.mark.parametrize("width", [np.int32, np.int64])
-def test_a_graph_follows_lengths_on_the_device(width):
+def test_a_graph_follows_lengths_on_the_device(width, kernel):
     import cupy
 
     q, k, v = inputs(cupy, 3, 130, 2, 64)
     lengths, start, out = cupy.asarray([130, 70, 1], width), cupy.asarray([0, 5, 0], width), cupy.empty_like(q)
-    options = {"causal": True, "backend": "cuda", "kernel": "fa2"}
+    options = {"causal": True, "backend": "cuda", "kernel": kernel}
     with cupy.cuda.Stream(non_blocking=True) as stream:
         cuflash.attention(q, k, v, kv_lengths=lengths, kv_start=start, out=out, **options)
         stream.synchronize()
@@ -165,9 +172,10 @@ def test_a_graph_follows_lengths_on_the_device(width):
             compare.assert_same_bits(out.get(), want.get(), "out")
 
 
+@BEST
 @pytest.mark.parametrize("longest", [None, 70])
 @pytest.mark.parametrize("width", [np.int32, np.int64])
-def test_packed_sequences_of_which_only_the_device_knows_the_lengths(width, longest):
+def test_packed_sequences_of_which_only_the_device_knows_the_lengths(width, longest, kernel):
     import cupy
 
     q, k, v = inputs(cupy, 200, 4, 64)
@@ -176,17 +184,18 @@ def test_packed_sequences_of_which_only_the_device_knows_the_lengths(width, long
         out, lse = cupy.full_like(q, np.nan), cupy.full((4, 200), np.nan, np.float32)
         for _ in range(2):  # cold, warm
             cuflash.attention_varlen(
-                q, k, v, cu, cu, max_seqlen_q=longest, causal=True, out=out, lse=lse, backend="cuda", kernel="fa2",
+                q, k, v, cu, cu, max_seqlen_q=longest, causal=True, out=out, lse=lse, backend="cuda", kernel=kernel,
             )
         want = compare.expect([build_varlen(q.get(), k.get(), v.get(), cut, cut, causal=True)])
         compare.assert_close(out.get(), want.out[0], want.out_bound, "out")
         compare.assert_close(lse.get(), want.lse[0], want.lse_bound, "lse")
 
 
-def test_threads_on_streams_of_their_own_do_not_mix():
+@BEST
+def test_threads_on_streams_of_their_own_do_not_mix(kernel):
     import cupy
 
-    options = {"causal": True, "backend": "cuda", "kernel": "fa2"}
+    options = {"causal": True, "backend": "cuda", "kernel": kernel}
     work = [[x * (t + 1) for x in inputs(cupy, 1, 65, 2, 64)] for t in range(4)]
     want = [cuflash.attention(*a, **options).get() for a in work]
     cupy.cuda.Device().synchronize()
