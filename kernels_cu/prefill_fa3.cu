@@ -34,7 +34,7 @@ template <class C> __device__ __forceinline__ void prefill_fa3(const Fa3Params& 
     const int warpgroup = uniform(thread_index() / 128);
     if (thread_index() == 0) {
         constexpr int WARPS = 4 * C::WARPGROUPS;
-        typename C::Slots{smem + C::SLOTS_SMEM}.init(1, WARPS);
+        typename C::Slots{smem + C::SLOTS_SMEM}.init(1, WARPS + 1);
         Ring<typename C::QStages>{smem + C::Q_SMEM}.init(1, WARPS);
         Ring<typename C::KStages>{smem + C::K_SMEM}.init(1, WARPS);
         Ring<typename C::VStages>{smem + C::V_SMEM}.init(1, WARPS);
@@ -42,18 +42,20 @@ template <class C> __device__ __forceinline__ void prefill_fa3(const Fa3Params& 
     __syncthreads();
     if (warpgroup == 0) {
         registers_lower<C::LOADER_REGISTERS>();
-        if (thread_index() == 0) load_tiles<C>(p, smem);
+        if (thread_index() == 0) load_queries_and_keys<C>(p, smem);
+        else if (thread_index() == 32) load_values<C>(p, smem);
     } else {
         registers_raise<C::REGISTERS>();
         Warpgroup<C> group(p.prefill, warpgroup - 1, smem);
         typename C::Slots slots{smem + C::SLOTS_SMEM};
 #pragma unroll 1
         while (true) {
-            const QueryTile<C> tile = slots.get(p.prefill);
-            if (tile.batch < 0) break;
-            group.attend(tile);
+            if (!group.attend(slots.read(p.prefill))) break;
+            const QueryTile<C> tile = slots.read(p.prefill);  // once more: it took no registers meanwhile
             normalize(group, tile);
             store(group, tile);
+            repair(group, tile);
+            slots.done();
         }
     }
 }

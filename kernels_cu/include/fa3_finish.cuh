@@ -1,5 +1,5 @@
 // The end of a tile of queries of prefill_fa3.cu: out and log-sum-exp, from registers to memory.
-#include "include/fa3_warpgroup.cuh"
+#include "include/fa3_repair.cuh"
 
 // Of a matrix whose rows have four lanes each and whose columns come in groups of 8, lane q has two columns of each of four groups; it gets
 // group q.

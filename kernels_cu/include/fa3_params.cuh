@@ -3,8 +3,8 @@
 #include "include/params.cuh"
 
 struct alignas(64) Fa3Params {
-    TensorMap q_map, k_map, v_map;  // (column, row, head, batch); packed sequences: one batch; paged: (column, row, head, page)
     PrefillParams prefill;
+    TensorMap q_map, k_map, v_map;  // (column, row, head, batch); packed sequences: one batch; paged: (column, row, head, page)
     u32* counter;  // 0. A launch counts it up `tiles` times, the blocks' first tiles being theirs from the start, and so to 0 again
     i32 tiles;     // of query rows, of all heads; at least as many as there are blocks
 };

@@ -20,11 +20,12 @@ template <class C> struct QueryTile {
         last = none ? -1 : (visible.end - 1) / C::N;
     }
 
-    // Whether the 64 rows from `row` on see all keys of a tile.
-    __device__ __forceinline__ bool sees_all(int row, int tile) const {
-        return visible.all(row + seq.position, row + seq.position + 63, tile * C::N, tile * C::N + C::N);
-    }
 };
+
+// Where in the array a key of head 0 is.
+template <class C> __device__ __forceinline__ i64 kv_offset(const PrefillParams& p, const Strides& s, const QueryTile<C>& tile, int key) {
+    return tile.batch * s.batch + i64(tile.seq.k_begin + key) * s.row;
+}
 
 // Places in shared memory where the next tile is written; a negative batch means that there is none.
 template <class C> struct TileSlots : Ring<typename C::SlotStages> {
@@ -38,14 +39,19 @@ template <class C> struct TileSlots : Ring<typename C::SlotStages> {
         this->advance();
     }
 
-    __device__ __forceinline__ QueryTile<C> get(const PrefillParams& p) {
+    // The next tile, until done() says that it is no longer needed; by whole warps or, where not UNIFORM, by one thread.
+    template <bool UNIFORM = true> __device__ __forceinline__ QueryTile<C> read(const PrefillParams& p) const {
         this->wait_full();
         const uint4 a = load_smem_16(this->stage_smem()), b = load_smem_16(this->stage_smem() + 16);
+        const auto same = [](u32 x) { return UNIFORM ? uniform(x) : int(x); };
+        Sequence s{same(a.w), same(b.x), same(b.y), same(b.z), same(b.w), 0};
+        s.position = p.upper_left ? 0 : s.kv_length - s.q_length;
+        return {p, same(a.x), same(a.y), same(a.z), s};
+    }
+
+    __device__ __forceinline__ void done() {
         this->release();
         this->advance();
-        Sequence s{uniform(a.w), uniform(b.x), uniform(b.y), uniform(b.z), uniform(b.w), 0};
-        s.position = p.upper_left ? 0 : s.kv_length - s.q_length;
-        return {p, uniform(a.x), uniform(a.y), uniform(a.z), s};
     }
 };
 

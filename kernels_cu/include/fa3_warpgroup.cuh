@@ -15,47 +15,56 @@ template <class C> struct Warpgroup {
     Ring<typename C::QStages> queries;
     Ring<typename C::KStages> keys;
     Ring<typename C::VStages> values;
-    u64 Q_matrix;
     SoftmaxState<2> state;
     bool large;  // see SoftmaxState::is_large
     float S_rmem[1][C::N / 8][4], O_rmem[1][C::DV / 8][4];
     u32 P_rmem[C::N / 16][4];
 
     __device__ __forceinline__ Warpgroup(const PrefillParams& p, int number, u32 smem)
-        : p(p), number(number), queries{smem + C::Q_SMEM}, keys{smem + C::K_SMEM}, values{smem + C::V_SMEM},
-          Q_matrix(wgmma_matrix<typename C::QTile>(smem + C::Q_SMEM + number * C::QTile::BYTES)) {
+        : p(p), number(number), queries{smem + C::Q_SMEM}, keys{smem + C::K_SMEM}, values{smem + C::V_SMEM} {
         if (C::TURNS && number == 0) block_barrier_arrive<256>(1);
     }
 
     __device__ __forceinline__ int first_row(const QueryTile<C>& tile) const { return tile.row + 64 * number; }
 
-    // All keys of a tile of queries.
-    __device__ __forceinline__ void attend(const QueryTile<C>& tile) {
+    // All keys of a tile of queries; whether there was one.
+    __device__ __forceinline__ bool attend(const QueryTile<C>& tile) {
+        if (tile.batch < 0) return false;
         state.init();
         large = false;
 #pragma unroll
         for (int ot = 0; ot < C::DV / 8; ++ot)
 #pragma unroll
             for (int c = 0; c < 4; ++c) O_rmem[0][ot][c] = 0.0f;
-        if (tile.last < tile.first) return;
+        if (tile.last < tile.first) return true;
+        // Tiles of keys that the mask cuts come first and, with a window, last; in a loop of their own the others do not pay for it. Those
+        // that none of these 64 rows sees are for the other warpgroups.
+        const int position = first_row(tile) + tile.seq.position;
+        const KeyRange any = tile.visible.of_any(position, position + 63), all = tile.visible.of_all(position, position + 63);
+        const bool none = any.empty() || first_row(tile) >= tile.seq.q_length;
+        const int last = none ? tile.first - 1 : (any.end - 1) / C::N, first = none ? tile.first : any.begin / C::N;
+        const int whole_end = max(all.end, 0) / C::N, whole_first = (all.begin + C::N - 1) / C::N;
+        int n = tile.last;
+#pragma unroll 1
+        for (; n > last; --n) pass();
         queries.wait_full();
-        first_keys(tile);
-        // Tiles that need a mask come first and, with a window, last; in a loop of their own the others do not pay for it.
-        int n = tile.last - 1, end = tile.last;
-        for (; end > tile.first && !tile.sees_all(first_row(tile), end - 1); --end) {}
-        while (n >= tile.first) {
+        if (!none) {
+            first_keys(tile, n, n >= whole_end || n < whole_first, first);
+            --n;
+            for (int masked = max(first, whole_end); n >= first; masked = first) {
 #pragma unroll 1
-            for (; n >= end; --n) next_keys<true>(tile, n);
-            if constexpr (C::BOTH_SIDES) {
-                for (; end > tile.first && tile.sees_all(first_row(tile), end - 1); --end) {}
-            } else {
-                end = tile.first;
+                for (; n >= masked; --n) next_keys<true>(tile, n, first);
+#pragma unroll 1
+                for (; n >= max(first, whole_first); --n) next_keys<false>(tile, n, first);
             }
-#pragma unroll 1
-            for (; n >= end; --n) next_keys<false>(tile, n);
-            end = tile.first;
+            last_values();
+        } else {
+            queries.release();
         }
-        last_values();
+        queries.advance();
+#pragma unroll 1
+        for (; n >= tile.first; --n) pass();
+        return true;
     }
 
   private:
@@ -66,29 +75,43 @@ template <class C> struct Warpgroup {
         if (C::TURNS) block_barrier_arrive<256>(number + 1 == C::WARPGROUPS ? 1 : number + 2);
     }
 
-    __device__ __forceinline__ void first_keys(const QueryTile<C>& tile) {
+    // A tile of keys that concerns other warpgroups.
+    __device__ __forceinline__ void pass() {
+        keys.wait_full();
+        begin_turn();
+        end_turn();
+        keys.release();
+        keys.advance();
+        values.wait_full();
+        values.release();
+        values.advance();
+    }
+
+    __device__ __forceinline__ void first_keys(const QueryTile<C>& tile, int n, bool masked, int first) {
         keys.wait_full();
         begin_turn();
         scores();
         end_turn();
         wgmma_wait<0>();
-        done_with_keys(tile, tile.last);
-        softmax<true, true>(tile, tile.last);
+        done_with_keys(n == first);
+        if (masked) mask(tile, n);
+        softmax<true>(tile);
         round();
-        clear_values(tile, tile.last);
+        clear_values(tile, n);
     }
 
     // A tile of keys; the values of the one before run while softmax does.
-    template <bool MASKED> __device__ __forceinline__ void next_keys(const QueryTile<C>& tile, int n) {
+    template <bool MASKED> __device__ __forceinline__ void next_keys(const QueryTile<C>& tile, int n, int first) {
         keys.wait_full();
-        values.wait_full();  // which were asked for before these keys; no thread may branch between products
+        values.wait_full();  // which were asked for before; no thread may branch between products
         begin_turn();
         scores();
         add_values();
         end_turn();
         wgmma_wait<1>();
-        done_with_keys(tile, n);
-        softmax<MASKED, false>(tile, n);
+        done_with_keys(n == first);
+        if (MASKED) mask(tile, n);
+        softmax<false>(tile);
         values.release();
         values.advance();
         round();
@@ -104,13 +127,10 @@ template <class C> struct Warpgroup {
         values.advance();
     }
 
-    __device__ __forceinline__ void done_with_keys(const QueryTile<C>& tile, int n) {
+    __device__ __forceinline__ void done_with_keys(bool all) {
         keys.release();
         keys.advance();
-        if (n == tile.first) {
-            queries.release();
-            queries.advance();
-        }
+        if (all) queries.release();
     }
 
     // S = Q K^T
@@ -118,13 +138,13 @@ template <class C> struct Warpgroup {
         using Q = typename C::QTile;
         using K = typename C::KTile;
         constexpr int PER_BLOCK = K::BLOCK / 16;
-        const u64 K_matrix = wgmma_matrix<K>(keys.stage_smem());
+        const WgmmaMatrix<Q> q(queries.smem + number * Q::BYTES);
+        const WgmmaMatrix<K> k(keys.stage_smem());
         wgmma_fence();
 #pragma unroll
-        for (int k = 0; k < C::DQK / 16; ++k) {
-            const int block = k / PER_BLOCK, column = k % PER_BLOCK * 32;
-            wgmma_ss(In(), Columns<C::N>(), S_rmem[0], wgmma_move(Q_matrix, block * Q::BLOCK_BYTES + column),
-                     wgmma_move(K_matrix, block * K::BLOCK_BYTES + column), k != 0);
+        for (int i = 0; i < C::DQK / 16; ++i) {
+            const int block = i / PER_BLOCK, column = i % PER_BLOCK * 32;
+            wgmma_ss(In(), Columns<C::N>(), S_rmem[0], q.at(block * Q::BLOCK_BYTES + column), k.at(block * K::BLOCK_BYTES + column), i != 0);
         }
         wgmma_commit();
     }
@@ -132,19 +152,21 @@ template <class C> struct Warpgroup {
     // O += P V
     __device__ __forceinline__ void add_values() {
         using V = typename C::VTile;
-        const u64 V_matrix = wgmma_matrix<V>(values.stage_smem());
+        const WgmmaMatrix<V> v(values.stage_smem());
 #pragma unroll
-        for (int k = 0; k < C::N / 16; ++k)
-            wgmma_rs(In(), Columns<C::DV>(), O_rmem[0], P_rmem[k], wgmma_move(V_matrix, k * 16 * V::ROW_BYTES), true);
+        for (int k = 0; k < C::N / 16; ++k) wgmma_rs(In(), Columns<C::DV>(), O_rmem[0], P_rmem[k], v.at(k * 16 * V::ROW_BYTES), true);
         wgmma_commit();
     }
 
-    // Scores -> weights. Unless it is the first tile, wait for the values that run meanwhile, and bring O to the references.
-    template <bool MASKED, bool FIRST> __device__ __forceinline__ void softmax(const QueryTile<C>& tile, int n) {
+    // Scores -> -inf where they are invisible.
+    __device__ __forceinline__ void mask(const QueryTile<C>& tile, int n) {
         const int lane = thread_index() % 32, row = first_row(tile) + thread_index() % 128 / 32 * 16 + lane / 4;
+        apply_mask<C::MASK, Order>(S_rmem, tile.visible, row + tile.seq.position, n * C::N + lane % 4 * 2);
+    }
+
+    // Scores -> weights. Unless it is the first tile, wait for the values that run meanwhile, and bring O to the references.
+    template <bool FIRST> __device__ __forceinline__ void softmax(const QueryTile<C>& tile) {
         apply_score<C::SCORE, Order, In>(S_rmem, ScoreTransform<C::SCORE>(p, tile.batch, tile.head), MatrixTile<0, 1, C::N>(), 0, 0);
-        if (MASKED && !tile.sees_all(first_row(tile), n))
-            apply_mask<C::MASK, Order>(S_rmem, tile.visible, row + tile.seq.position, n * C::N + lane % 4 * 2);
         float top[2], factor[2];
         bool raised = false;
         state.lane_tops(top, S_rmem);

@@ -26,6 +26,18 @@ template <class Tile> __device__ __forceinline__ u64 wgmma_matrix(u32 smem) {
 // The descriptor of the matrix so many bytes further on.
 __device__ __forceinline__ u64 wgmma_move(u64 matrix, u32 bytes) { return matrix >> 32 << 32 | (u32(matrix) + (bytes >> 4)); }
 
+// The same of matrices that begin so many bytes further on: the half that never changes is a constant, to spare registers.
+template <class Tile> struct WgmmaMatrix {
+    u32 low;
+
+    __device__ __forceinline__ WgmmaMatrix(u32 smem) : low(u32(Tile::BLOCK_BYTES) >> 4 << 16 | (smem & 0x3ffff) >> 4) {}
+
+    __device__ __forceinline__ u64 at(u32 bytes) const {
+        constexpr u32 HIGH = (Tile::BLOCK == 64 ? 1u : 2u) << 30 | 8u * Tile::ROW_BYTES >> 4;
+        return u64(HIGH) << 32 | (low + (bytes >> 4));
+    }
+};
+
 // N: columns of a product whose function is written for the instance by cuflash/wgmma.py: wgmma_ss(), A and B in shared memory with a row
 // for each of their rows and columns; wgmma_rs(), A in registers, B with a row for each of its rows. D = A B unless `add`.
 template <int N> struct Columns {};

@@ -1,0 +1,80 @@
+// Rows of prefill_fa3.cu that what they do not see has spoiled: 0 * v is NaN where v is infinite or NaN.
+//
+// It happens only in tiles of keys that a mask cuts, as keys outside the sequence are cleared; such a row is computed once more, from memory
+// and slowly, with the reference and sum that it has. What it sees that is not finite makes it what it is.
+#include "include/fa3_warpgroup.cuh"
+
+// Number `column` of row `row` of a (batch, head).
+template <class T> __device__ __forceinline__ float number_at(const void* base, i64 at) {
+    return unpack2<T>(static_cast<const u16*>(base)[at]).x;
+}
+
+// One row, by a warp; the lane has columns lane, lane + 32, ... of it.
+template <class C> __device__ __forceinline__ void repair_row(
+    const PrefillParams& p, const QueryTile<C>& tile, int row, float reference, float sum) {
+    using In = typename C::In;
+    const int lane = thread_index() % 32, head_kv = tile.head / p.group;
+    const i64 q_row = tile.seq.q_begin + row;
+    const i64 q = tile.batch * p.q_stride.batch + q_row * p.q_stride.row + tile.head * p.q_stride.head;
+    float query[C::DQK / 32], acc[C::DV / 32];
+#pragma unroll
+    for (int i = 0; i < C::DQK / 32; ++i) {
+        const int column = lane + 32 * i;
+        query[i] = column < p.head_dim ? number_at<In>(p.q, q + column * p.q_stride.column) : 0.0f;
+    }
+#pragma unroll
+    for (int i = 0; i < C::DV / 32; ++i) acc[i] = 0.0f;
+    const KeyRange keys = tile.visible.of_all(row + tile.seq.position, row + tile.seq.position);
+#pragma unroll 1
+    for (int key = keys.begin; key < keys.end; ++key) {
+        const i64 k = kv_offset<C>(p, p.k_stride, tile, key) + head_kv * p.k_stride.head;
+        const i64 v = kv_offset<C>(p, p.v_stride, tile, key) + head_kv * p.v_stride.head;
+        float x = 0.0f;
+#pragma unroll
+        for (int i = 0; i < C::DQK / 32; ++i) {
+            const int column = lane + 32 * i;
+            if (column < p.head_dim) x = fmaf(query[i], number_at<In>(p.k, k + column * p.k_stride.column), x);
+        }
+#pragma unroll
+        for (int lanes = 1; lanes < 32; lanes *= 2) x += __shfl_xor_sync(0xffffffffu, x, lanes);
+        if constexpr (C::SCORE == SCORE_SOFTCAP) x = tanhf(x * p.scale);
+        else if constexpr (C::SCORE == SCORE_SCALED) x *= p.scale;
+        const float weight = exp2_fast(__fmul_rn(x, p.logit_scale) - reference);
+        bool nan = true;
+#pragma unroll
+        for (int i = 0; i < C::DV / 32; ++i) {
+            const int column = lane + 32 * i;
+            if (column < p.head_dim_v) acc[i] = fmaf(weight, number_at<In>(p.v, v + column * p.v_stride.column), acc[i]);
+            nan = nan && (column >= p.head_dim_v || acc[i] != acc[i]);
+        }
+        if (key % 32 == 0 && __all_sync(0xffffffffu, nan)) break;  // and stays so
+    }
+    u16* out = static_cast<u16*>(p.out) + tile.batch * p.out_stride.batch + q_row * p.out_stride.row + tile.head * p.out_stride.head;
+#pragma unroll
+    for (int i = 0; i < C::DV / 32; ++i) {
+        const int column = lane + 32 * i;
+        if (column < p.head_dim_v) out[column * p.out_stride.column] = u16(pack2<typename C::Out>(acc[i] / sum, 0.0f));
+    }
+}
+
+// The rows of this warp, after they have been stored.
+template <class C> __device__ __forceinline__ void repair(const Warpgroup<C>& g, const QueryTile<C>& tile) {
+    if constexpr (C::MASK == MASK_LENGTH) return;  // all rows see the same keys
+    float zero[2] = {0.0f, 0.0f};
+#pragma unroll
+    for (int ot = 0; ot < C::DV / 8; ++ot)
+#pragma unroll
+        for (int c = 0; c < 4; ++c) zero[c / 2] = fmaf(g.O_rmem[0][ot][c], 0.0f, zero[c / 2]);
+    const u32 spoiled[2] = {__ballot_sync(0xffffffffu, zero[0] != 0.0f), __ballot_sync(0xffffffffu, zero[1] != 0.0f)};
+    if ((spoiled[0] | spoiled[1]) == 0) return;
+    __syncwarp();
+    const int first_row = g.first_row(tile) + thread_index() % 128 / 32 * 16;
+#pragma unroll 1
+    for (int i = 0; i < 16; ++i) {
+        const int lane = i % 8 * 4, row = first_row + i;
+        const float reference = __shfl_sync(0xffffffffu, i < 8 ? g.state.reference[0] : g.state.reference[1], lane);
+        const float sum = __shfl_sync(0xffffffffu, i < 8 ? g.state.sum[0] : g.state.sum[1], lane);
+        const bool here = ((i < 8 ? spoiled[0] : spoiled[1]) >> lane & 15) != 0 && row < tile.seq.q_length;
+        if (here && sum == sum) repair_row<C>(g.p, tile, row, reference, sum);  // where a score is NaN, so is the row
+    }
+}
