@@ -6,12 +6,14 @@ template <int STAGES_, int BYTES, int BARRIERS> struct Stages {
     static constexpr int STAGES = STAGES_, STAGE_BYTES = BYTES, BARRIERS_SMEM = BARRIERS;
 };
 
-template <class In_, class Out_, int DQK_, int DV_, int WARPGROUPS_, int N_, int STAGES_, bool TURNS_, int MASK_, int SCORE_, bool FLAT_ = false>
+template <class In_, class Out_, int DQK_, int DV_, int WARPGROUPS_, int N_, int STAGES_, bool TURNS_, int MASK_, int SCORE_, int PAGE_ROWS_ = 0, bool FLAT_ = false>
 struct PrefillFa3 {
     using In = In_;
     using Out = Out_;
     static constexpr int DQK = DQK_, DV = DV_, N = N_, WARPGROUPS = WARPGROUPS_, M = 64 * WARPGROUPS, STAGES = STAGES_;
     static constexpr int MASK = MASK_, SCORE = SCORE_;
+    static constexpr int PAGE_ROWS = PAGE_ROWS_;  // rows of a box: page sizes are multiples of it; 0: there are no pages
+    static_assert(PAGE_ROWS == 0 || (PAGE_ROWS % 16 == 0 && N % PAGE_ROWS == 0), "");
     static constexpr bool TURNS = TURNS_, FLAT = FLAT_;
     static constexpr bool BOTH_SIDES = (MASK & MASK_LEFT) != 0;
     static constexpr int THREADS = 128 * (WARPGROUPS + 1);

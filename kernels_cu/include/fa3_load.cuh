@@ -9,10 +9,35 @@ __device__ __forceinline__ void load_boxes(u32 smem, const TensorMap& map, int r
         copy_box(smem + block * Tile::BLOCK_BYTES, map, barrier_smem, block * Tile::BLOCK, row, head, batch);
 }
 
-// Keys, or values, from `key` on.
-template <class Tile, class QueryTile> __device__ __forceinline__ void load_keys(
-    const TensorMap& map, const PrefillParams& p, const QueryTile& tile, int key, u32 smem, u32 barrier_smem) {
-    load_boxes<Tile>(smem, map, tile.seq.k_begin + key, tile.head / p.group, p.cu_seqlens_k ? 0 : tile.batch, barrier_smem);
+// Tile n of keys, or of values, of those of a tile of queries. With pages, it comes in boxes of PAGE_ROWS rows, all of which are in one page;
+// keys of which there are none come as 0. BAD: what the numbers of keys become whose page does not exist, as bits of two: NaN for keys, so
+// that the rows that see them become NaN, and 0 for values, so that others do not.
+template <class C, class Tile, u32 BAD> __device__ __forceinline__ void load_keys(
+    const Fa3Params& p, const TensorMap& map, const QueryTile<C>& tile, int n, u32 smem, u32 barrier_smem) {
+    const int head = tile.head / p.prefill.group;
+    if constexpr (C::PAGE_ROWS == 0) {
+        mbarrier_expect(barrier_smem, Tile::BYTES);
+        load_boxes<Tile>(smem, map, tile.seq.k_begin + n * C::N, head, p.prefill.cu_seqlens_k ? 0 : tile.batch, barrier_smem);
+    } else {
+        const int begin = max(n * C::N, tile.visible.begin), end = min(n * C::N + C::N, tile.visible.end), first = n * C::N;
+        const auto page_at = [&](int key) { return key + C::PAGE_ROWS > begin && key < end ? page_entry(p.prefill, tile.batch, key) : NO_KEYS; };
+        const auto row_smem = [&](int key) { return smem + (key - first) * Tile::ROW_BYTES; };
+        int bytes = Tile::BYTES;
+#pragma unroll 1
+        for (int key = first; key < first + C::N; key += C::PAGE_ROWS)
+            if (page_at(key) == NO_PAGE) {
+                bytes -= C::PAGE_ROWS * Tile::BLOCKS * Tile::ROW_BYTES;
+#pragma unroll 1
+                for (int at = 0; at < C::PAGE_ROWS * Tile::BLOCKS * Tile::CHUNKS; ++at)
+                    store_smem(row_smem(key) + at % Tile::BLOCKS * Tile::BLOCK_BYTES + at / Tile::BLOCKS * 16, make_uint4(BAD, BAD, BAD, BAD));
+            }
+        if (bytes != Tile::BYTES) async_proxy_fence();
+        mbarrier_expect(barrier_smem, bytes);
+#pragma unroll 1
+        for (int key = first; key < first + C::N; key += C::PAGE_ROWS)
+            if (const int page = page_at(key); page != NO_PAGE)
+                load_boxes<Tile>(row_smem(key), map, key - page_of(p.prefill, key) * p.prefill.page_size, head, page, barrier_smem);
+    }
 }
 
 // By one thread: which tiles of queries there are, their rows, and their keys.
@@ -28,8 +53,7 @@ template <class C> __device__ __forceinline__ void load_queries_and_keys(const F
         const QueryTile<C> tile(p.prefill, work.batch, work.head, work.m_tile * C::M, seq);
         for (int n = tile.last; n >= tile.first; --n) {
             keys.wait_empty();
-            mbarrier_expect(keys.full(), C::KTile::BYTES);
-            load_keys<typename C::KTile>(p.k_map, p.prefill, tile, n * C::N, keys.stage_smem(), keys.full());
+            load_keys<C, typename C::KTile, 0x7fff7fff>(p, p.k_map, tile, n, keys.stage_smem(), keys.full());
             keys.advance();
             if (n != tile.last) continue;
             queries.wait_empty();
@@ -55,8 +79,7 @@ template <class C> __device__ __forceinline__ void load_values(const Fa3Params& 
         slots.advance();
         for (int n = tile.last; n >= tile.first; --n) {
             values.wait_empty();
-            mbarrier_expect(values.full(), C::VTile::BYTES);
-            load_keys<typename C::VTile>(p.v_map, p.prefill, tile, n * C::N, values.stage_smem(), values.full());
+            load_keys<C, typename C::VTile, 0>(p, p.v_map, tile, n, values.stage_smem(), values.full());
             values.advance();
         }
     }

@@ -1,6 +1,7 @@
 // Tiles of query rows of prefill_fa3.cu: which there are, and how the thread that loads tells the others of the next one.
 #include "include/fa3_params.cuh"
 #include "include/mask.cuh"
+#include "include/paged.cuh"
 #include "include/ring.cuh"
 #include "include/schedule.cuh"
 
@@ -22,9 +23,18 @@ template <class C> struct QueryTile {
 
 };
 
-// Where in the array a key of head 0 is.
+// The page that a key is in: one that there is, or NO_PAGE. NO_KEYS is outside every array, too, but nothing is amiss.
+constexpr int NO_PAGE = -1, NO_KEYS = -2;
+__device__ __forceinline__ int page_entry(const PrefillParams& p, int batch, int key) {
+    const i32 page = p.page_table[i64(batch) * p.max_pages + page_of(p, key)];
+    return u32(page) < u32(p.pages) ? page : NO_PAGE;
+}
+
+// Where in the array a key of head 0 is, which is there.
 template <class C> __device__ __forceinline__ i64 kv_offset(const PrefillParams& p, const Strides& s, const QueryTile<C>& tile, int key) {
-    return tile.batch * s.batch + i64(tile.seq.k_begin + key) * s.row;
+    if constexpr (C::PAGE_ROWS > 0)
+        return page_entry(p, tile.batch, key) * s.batch + (key - page_of(p, key) * p.page_size) * s.row;
+    else return tile.batch * s.batch + i64(tile.seq.k_begin + key) * s.row;
 }
 
 // Places in shared memory where the next tile is written; a negative batch means that there is none.
