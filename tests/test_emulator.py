@@ -187,6 +187,8 @@ def test_asm_statements_become_calls():
     assert calls('"{.reg .pred p; try.parity p, [%1]; selp.u32 %0, 1, 0, p;}" : "=r"(d) : "r"(x)') == (
         "{ bool p; ptx::try_parity(p, x); ptx::selp_u32(d, 1, 0, p); }")
     assert calls('"a.shared::cta.b64 _, [%0];" :: "r"(x)') == "{ ptx::a_shared_cta_b64(x); }"
+    assert calls('"{.reg .pred p; L: try.x p, [%0]; @!p bra L; @p a.b %0; M: }" :: "r"(x)') == (
+        "{ __label__ L, M; bool p; L: ptx::try_x(p, x); if (!p) goto L; if (p) ptx::a_b(x); M: ; }")
     with pytest.raises(ValueError, match="registers of .b16 and .pred only"):
         calls('"{.reg .f32 p; mov.b32 %0, %1;}" : "=r"(d) : "r"(x)')
 

@@ -20,10 +20,9 @@ __device__ __forceinline__ void mbarrier_expect(u32 barrier_smem, u32 bytes) {
 
 // Wait until the phase of this parity is completed, if it is the current one.
 __device__ __forceinline__ void mbarrier_wait(u32 barrier_smem, u32 parity) {
-    u32 done = 0;
-    while (!done)
-        asm volatile("{.reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}"
-                     : "=r"(done) : "r"(barrier_smem), "r"(parity) : "memory");
+    // The loop is in the assembly: one of C++ the compiler takes for threads that part.
+    asm volatile("{.reg .pred p; AGAIN: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1; @p bra DONE; bra AGAIN; DONE: }"
+                 ::"r"(barrier_smem), "r"(parity) : "memory");
 }
 
 // Tensor cores and bulk copies have a way of their own to shared memory: they see, or overwrite, what this thread has written, if it tells

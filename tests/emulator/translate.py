@@ -9,6 +9,8 @@ _ASM = re.compile(r"\basm\b(?:\s+volatile\b)?\s*\(")
 _STRING = re.compile(r'"((?:[^"\\]|\\.)*)"')
 _SYSTEM_INCLUDE_OR_UNROLL = re.compile(r"^[ \t]*#[ \t]*(?:include[ \t]*<.*|pragma[ \t]+unroll.*)$", re.MULTILINE)
 _SHARED = re.compile(r"\b(extern\s+)?__shared__\b")
+_LABEL = re.compile(r"([A-Za-z_]\w*):(?!:)\s*")
+_GUARD = re.compile(r"@(!?\w+)\s+")
 _TOKEN = re.compile(r"%(\d+)|%%([\w.]+)|([A-Za-z_]\w*|\d+)")
 
 _REGISTERS = {".b16": "unsigned short", ".pred": "bool"}
@@ -34,12 +36,23 @@ def calls(asm: str) -> str:
     text = "".join(_STRING.findall(template))
     operands = [operand for part in operand_lists[:2] for operand in _operands(part)]
     body = text.strip().removeprefix("{").removesuffix("}") if text.strip().startswith("{") else text
-    return "{ " + " ".join(_instruction(line.strip(), operands) for line in body.split(";") if line.strip()) + " }"
+    lines = [line.strip() for line in body.split(";") if line.strip()]
+    labels = [label[1] for line in lines if (label := _LABEL.match(line))]  # of this statement alone, as in braces of PTX
+    local = f"__label__ {', '.join(labels)}; " if labels else ""
+    return f"{{ {local}{' '.join(_instruction(line, operands) for line in lines)} }}"
 
 
 def _instruction(text: str, operands: list[str]) -> str:
-    """One PTX instruction, or declaration of registers for 16 bits or predicates."""
+    """One PTX instruction, maybe with a label before it or a predicate; or declaration of registers for 16 bits or predicates."""
+    if label := _LABEL.match(text):
+        return f"{label[1]}: {_instruction(text[label.end():], operands)}"
+    if guard := _GUARD.match(text):
+        return f"if ({guard[1]}) {_instruction(text[guard.end():], operands)}"
+    if not text:  # behind a label at the end
+        return ";"
     mnemonic, _, rest = text.partition(" ")
+    if mnemonic == "bra":
+        return f"goto {rest.strip()};"
     if mnemonic == ".reg":
         kind, _, names = rest.partition(" ")
         if kind not in _REGISTERS:
