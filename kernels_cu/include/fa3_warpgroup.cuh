@@ -112,7 +112,7 @@ template <class C> struct Warpgroup {
         done_with_keys(n == first);
         if (MASKED) mask(tile, n);
         softmax<false>(tile);
-        values.release();
+        values.template release<true>();
         values.advance();
         round();
         if (MASKED) clear_values(tile, n);
@@ -123,14 +123,14 @@ template <class C> struct Warpgroup {
         wgmma_fence();
         add_values();
         wgmma_wait<0>();
-        values.release();
+        values.template release<true>();
         values.advance();
     }
 
     __device__ __forceinline__ void done_with_keys(bool all) {
-        keys.release();
+        keys.template release<true>();
         keys.advance();
-        if (all) queries.release();
+        if (all) queries.template release<true>();
     }
 
     // S = Q K^T
@@ -138,8 +138,8 @@ template <class C> struct Warpgroup {
         using Q = typename C::QTile;
         using K = typename C::KTile;
         constexpr int PER_BLOCK = K::BLOCK / 16;
-        const WgmmaMatrix<Q> q(queries.smem + number * Q::BYTES);
-        const WgmmaMatrix<K> k(keys.stage_smem());
+        const WgmmaMatrix<Q> q(uniform(queries.smem + number * Q::BYTES));
+        const WgmmaMatrix<K> k(uniform(keys.stage_smem()));
         wgmma_fence();
 #pragma unroll
         for (int i = 0; i < C::DQK / 16; ++i) {
@@ -152,7 +152,7 @@ template <class C> struct Warpgroup {
     // O += P V
     __device__ __forceinline__ void add_values() {
         using V = typename C::VTile;
-        const WgmmaMatrix<V> v(values.stage_smem());
+        const WgmmaMatrix<V> v(uniform(values.stage_smem()));
 #pragma unroll
         for (int k = 0; k < C::N / 16; ++k) wgmma_rs(In(), Columns<C::DV>(), O_rmem[0], P_rmem[k], v.at(k * 16 * V::ROW_BYTES), true);
         wgmma_commit();
@@ -168,11 +168,11 @@ template <class C> struct Warpgroup {
     template <bool FIRST> __device__ __forceinline__ void softmax(const QueryTile<C>& tile) {
         apply_score<C::SCORE, Order, In>(S_rmem, ScoreTransform<C::SCORE>(p, tile.batch, tile.head), MatrixTile<0, 1, C::N>(), 0, 0);
         float top[2], factor[2];
-        bool raised = false;
         state.lane_tops(top, S_rmem);
-        if (state.rises(top, p.logit_scale)) {
+        const bool raised = state.rises(top, p.logit_scale);
+        if (raised) {
             state.share(top);
-            state.raise(top, p.logit_scale, [&](int r, float f) { factor[r] = f, raised = true; });
+            state.raise(top, p.logit_scale, [&](int r, float f) { factor[r] = f; });
             large = state.is_large();
         }
         state.weigh(S_rmem, p.logit_scale, large);
