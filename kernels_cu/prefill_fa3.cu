@@ -17,7 +17,7 @@ struct PrefillFa3 {
     static constexpr bool TURNS = TURNS_, FLAT = FLAT_;
     static constexpr bool BOTH_SIDES = (MASK & MASK_LEFT) != 0;
     static constexpr int THREADS = 128 * (WARPGROUPS + 1);
-    static constexpr int REGISTERS = WARPGROUPS == 3 ? 160 : 232, LOADER_REGISTERS = WARPGROUPS == 3 ? 32 : 40;
+    static constexpr int REGISTERS = WARPGROUPS == 4 ? 112 : WARPGROUPS == 3 ? 160 : 232, LOADER_REGISTERS = WARPGROUPS >= 3 ? 32 : 40;
     using QTile = SmemTile<64, (DQK + 63) / 64 * 64>;  // of a warpgroup
     using KTile = SmemTile<N, (DQK + 63) / 64 * 64>;
     using VTile = SmemTile<N, (DV + 63) / 64 * 64>;
