@@ -94,8 +94,8 @@ template <class C> struct Warpgroup {
         end_turn();
         wgmma_wait<0>();
         done_with_keys(n == first);
-        if (masked) mask(tile, n);
-        softmax<true>(tile);
+        logits(tile, n, masked);
+        softmax<true>();
         round();
         clear_values(tile, n);
     }
@@ -110,8 +110,8 @@ template <class C> struct Warpgroup {
         end_turn();
         wgmma_wait<1>();
         done_with_keys(n == first);
-        if (MASKED) mask(tile, n);
-        softmax<false>(tile);
+        logits(tile, n, MASKED);
+        softmax<false>();
         values.template release<true>();
         values.advance();
         round();
@@ -158,26 +158,46 @@ template <class C> struct Warpgroup {
         wgmma_commit();
     }
 
-    // Scores -> -inf where they are invisible.
-    __device__ __forceinline__ void mask(const QueryTile<C>& tile, int n) {
-        const int lane = thread_index() % 32, row = first_row(tile) + thread_index() % 128 / 32 * 16 + lane / 4;
-        apply_mask<C::MASK, Order>(S_rmem, tile.visible, row + tile.seq.position, n * C::N + lane % 4 * 2);
+    // Scores -> logits, unless they stay what they are; then -inf where they are invisible.
+    __device__ __forceinline__ void logits(const QueryTile<C>& tile, int n, bool masked) {
+        apply_score<C::SCORE, Order, In>(S_rmem, ScoreTransform<C::SCORE>(p, tile.batch, tile.head), MatrixTile<0, 1, C::N>(), 0, 0);
+        if (masked) {
+            const int lane = thread_index() % 32, row = first_row(tile) + thread_index() % 128 / 32 * 16 + lane / 4;
+            apply_mask<C::MASK, Order>(S_rmem, tile.visible, row + tile.seq.position, n * C::N + lane % 4 * 2);
+        }
     }
 
     // Scores -> weights. Unless it is the first tile, wait for the values that run meanwhile, and bring O to the references.
-    template <bool FIRST> __device__ __forceinline__ void softmax(const QueryTile<C>& tile) {
-        apply_score<C::SCORE, Order, In>(S_rmem, ScoreTransform<C::SCORE>(p, tile.batch, tile.head), MatrixTile<0, 1, C::N>(), 0, 0);
-        float top[2], factor[2];
+    template <bool FIRST> __device__ __forceinline__ void softmax() {
+        float top[2], factor[2], scale = p.logit_scale;
         state.lane_tops(top, S_rmem);
-        const bool raised = state.rises(top, p.logit_scale);
+        const bool raised = state.rises(top, scale) || large;
         if (raised) {
             state.share(top);
-            state.raise(top, p.logit_scale, [&](int r, float f) { factor[r] = f; });
+            factor[0] = factor[1] = 1.0f;
+            state.raise(top, scale, [&](int r, float f) { factor[r] = f; });
             large = state.is_large();
+            if (large) {  // see SoftmaxState::weigh
+#pragma unroll
+                for (int nt = 0; nt < C::N / 8; ++nt)
+#pragma unroll
+                    for (int c = 0; c < 4; ++c) S_rmem[0][nt][c] = __fmul_rn(S_rmem[0][nt][c], scale);
+                scale = 1.0f;
+            }
         }
-        state.weigh(S_rmem, p.logit_scale, large);
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            float sum = 0.0f;
+#pragma unroll
+            for (int nt = 0; nt < C::N / 8; ++nt) {
+                float &x = S_rmem[0][nt][2 * r], &y = S_rmem[0][nt][2 * r + 1];
+                x = exp2_fast(__fmaf_rn(x, scale, -state.reference[r]));
+                y = exp2_fast(__fmaf_rn(y, scale, -state.reference[r]));
+                sum += x + y;
+            }
+            state.sum[r] += sum;
+        }
         if constexpr (!FIRST) {
-            settle(S_rmem[0]);
             if (!raised) {  // to wait in either branch keeps the compiler from doing so before the weights are computed
                 wgmma_wait<0>();
             } else {
