@@ -23,11 +23,12 @@ struct PrefillFa3 {
     using VTile = SmemTile<N, (DV + 63) / 64 * 64>;
     static constexpr int Q_SMEM = 0, K_SMEM = Q_SMEM + WARPGROUPS * QTile::BYTES, V_SMEM = K_SMEM + STAGES * KTile::BYTES;
     static constexpr int SLOTS_SMEM = V_SMEM + STAGES * VTile::BYTES, BARRIERS_SMEM = SLOTS_SMEM + 2 * 32;
-    static constexpr int SMEM_BYTES = BARRIERS_SMEM + 16 * (2 + 1 + 2 * STAGES);
+    static constexpr int SMEM_BYTES = BARRIERS_SMEM + 16 * (2 + 1 + 2 * STAGES + 1);
     using SlotStages = Stages<2, 32, BARRIERS_SMEM - SLOTS_SMEM>;
     using QStages = Stages<1, WARPGROUPS * QTile::BYTES, BARRIERS_SMEM + 32 - Q_SMEM>;
     using KStages = Stages<STAGES, KTile::BYTES, BARRIERS_SMEM + 48 - K_SMEM>;
     using VStages = Stages<STAGES, VTile::BYTES, BARRIERS_SMEM + 48 + 16 * STAGES - V_SMEM>;
+    using TailStages = Stages<1, 0, BARRIERS_SMEM + 48 + 32 * STAGES - V_SMEM>;
     using Slots = TileSlots<PrefillFa3>;
 };
 
@@ -40,12 +41,13 @@ template <class C> __device__ __forceinline__ void prefill_fa3(const Fa3Params& 
         Ring<typename C::QStages>{smem + C::Q_SMEM}.init(1, WARPS);
         Ring<typename C::KStages>{smem + C::K_SMEM}.init(1, WARPS);
         Ring<typename C::VStages>{smem + C::V_SMEM}.init(1, WARPS);
+        Ring<typename C::TailStages>{smem + C::V_SMEM}.init(1, 1);
     }
     __syncthreads();
     if (warpgroup == 0) {
         registers_lower<C::LOADER_REGISTERS>();
         if (thread_index() == 0) load_queries_and_keys<C>(p, smem);
-        else if (thread_index() == 32) load_values<C>(p, smem);
+        else if (thread_index() / 32 == 1) load_values<C>(p, smem);
     } else {
         registers_raise<C::REGISTERS>();
         Warpgroup<C> group(p.prefill, warpgroup - 1, smem);

@@ -68,18 +68,39 @@ template <class C> __device__ __forceinline__ void load_queries_and_keys(const F
     slots.put(work, seq);
 }
 
-// By another one: their values.
+// By another warp: their values. Where the array goes on beside the keys of the sequence, 0 takes the place of what is there: 0 * v is NaN
+// where v is not finite.
 template <class C> __device__ __forceinline__ void load_values(const Fa3Params& p, u32 smem) {
+    using V = typename C::VTile;
     typename C::Slots slots{smem + C::SLOTS_SMEM};
     Ring<typename C::VStages> values{smem + C::V_SMEM};
+    Ring<typename C::TailStages> tail{smem + C::V_SMEM};  // its barrier alone: of values that are not yet as they should be
+    const int lane = thread_index() % 32;
     while (true) {
-        const QueryTile<C> tile = slots.template read<false>(p.prefill);
+        const QueryTile<C> tile = slots.read(p.prefill);
         if (tile.batch < 0) break;
-        mbarrier_arrive(slots.empty());
-        slots.advance();
+        slots.done();
+        const bool goes_on = C::PAGE_ROWS > 0 || tile.seq.k_begin + tile.seq.kv_length < p.prefill.k_rows;
         for (int n = tile.last; n >= tile.first; --n) {
+            const int begin = tile.seq.kv_start - n * C::N, end = tile.seq.kv_length - n * C::N;  // rows of the tile that are the sequence's
+            const bool clear = begin > 0 || (goes_on && end < C::N);
             values.wait_empty();
-            load_keys<C, typename C::VTile, 0>(p, p.v_map, tile, n, values.stage_smem(), values.full());
+            if (lane == 0) load_keys<C, V, 0>(p, p.v_map, tile, n, values.stage_smem(), clear ? tail.full() : values.full());
+            if (clear) {
+                tail.wait_full();
+                tail.advance();
+#pragma unroll 1
+                for (int i = lane; i < C::N * V::CHUNKS; i += 32) {
+                    const int row = i / V::CHUNKS;
+                    if (row >= begin && row < end) continue;
+#pragma unroll
+                    for (int block = 0; block < V::BLOCKS; ++block)
+                        store_smem(values.stage_smem() + block * V::BLOCK_BYTES + V::offset(row, i % V::CHUNKS), make_uint4(0, 0, 0, 0));
+                }
+                async_proxy_fence();
+                __syncwarp();
+                if (lane == 0) mbarrier_arrive(values.full());
+            }
             values.advance();
         }
     }

@@ -49,14 +49,13 @@ template <class C> struct TileSlots : Ring<typename C::SlotStages> {
         this->advance();
     }
 
-    // The next tile, until done() says that it is no longer needed; by whole warps or, where not UNIFORM, by one thread.
-    template <bool UNIFORM = true> __device__ __forceinline__ QueryTile<C> read(const PrefillParams& p) const {
+    // The next tile, until the warp says by done() that it is no longer needed.
+    __device__ __forceinline__ QueryTile<C> read(const PrefillParams& p) const {
         this->wait_full();
         const uint4 a = load_smem_16(this->stage_smem()), b = load_smem_16(this->stage_smem() + 16);
-        const auto same = [](u32 x) { return UNIFORM ? uniform(x) : int(x); };
-        Sequence s{same(a.w), same(b.x), same(b.y), same(b.z), same(b.w), 0};
+        Sequence s{uniform(a.w), uniform(b.x), uniform(b.y), uniform(b.z), uniform(b.w), 0};
         s.position = p.upper_left ? 0 : s.kv_length - s.q_length;
-        return {p, same(a.x), same(a.y), same(a.z), s};
+        return {p, uniform(a.x), uniform(a.y), uniform(a.z), s};
     }
 
     __device__ __forceinline__ void done() {

@@ -97,7 +97,6 @@ template <class C> struct Warpgroup {
         logits(tile, n, masked);
         softmax<true>();
         round();
-        clear_values(tile, n);
     }
 
     // A tile of keys; the values of the one before run while softmax does.
@@ -115,7 +114,6 @@ template <class C> struct Warpgroup {
         values.template release<true>();
         values.advance();
         round();
-        if (MASKED) clear_values(tile, n);
     }
 
     __device__ __forceinline__ void last_values() {
@@ -214,24 +212,5 @@ template <class C> struct Warpgroup {
 #pragma unroll
             for (int i = 0; i < 4; ++i)
                 P_rmem[k][i] = pack2<In>(S_rmem[0][2 * k + i / 2][i % 2 * 2], S_rmem[0][2 * k + i / 2][i % 2 * 2 + 1]);
-    }
-
-    // 0 in the place of values that the array has beside those of the sequence: 0 * v is NaN where v is not finite. Every warpgroup does it
-    // for itself, and none minds that the others do.
-    __device__ __forceinline__ void clear_values(const QueryTile<C>& tile, int n) {
-        using V = typename C::VTile;
-        const int begin = tile.seq.kv_start - n * C::N, end = tile.seq.kv_length - n * C::N;
-        if (begin <= 0 && (end >= C::N || tile.seq.k_begin + tile.seq.kv_length >= p.k_rows)) return;
-        values.wait_full();
-#pragma unroll 1
-        for (int i = thread_index() % 128; i < C::N * V::CHUNKS; i += 128) {
-            const int row = i / V::CHUNKS;
-            if (row >= begin && row < end) continue;
-#pragma unroll
-            for (int block = 0; block < V::BLOCKS; ++block)
-                store_smem(values.stage_smem() + block * V::BLOCK_BYTES + V::offset(row, i % V::CHUNKS), make_uint4(0, 0, 0, 0));
-        }
-        async_proxy_fence();
-        block_barrier<128>(8 + number);
     }
 };
