@@ -51,6 +51,11 @@ def why_not(
     return None
 
 
+def there_are() -> bool:
+    """Whether the driver makes tensor maps."""
+    return hasattr(driver.library(), "cuTensorMapReplaceAddress")
+
+
 class TensorMap:
     """Tensor maps of arrays that differ in their address alone.
 

@@ -14,19 +14,18 @@ import numpy as np
 from .. import device, jit, launch, structs, tiles
 from ..tiles import Tile
 from ..types import HOST, INDICES, UNBOUNDED, ArrayView, Plan, Problem, name_of
-from . import cuda_append, cuda_decode, cuda_fa1, cuda_fp, cuda_merge, cuda_pages, cuda_parts, naive_cuda, packed
+from . import cuda_append, cuda_decode, cuda_fa1, cuda_fa3, cuda_fp, cuda_merge, cuda_pages, cuda_parts, naive_cuda, packed
 from .cuda_instance import (
-    CUDA_TYPES, LARGEST_GRID, MASK_ARRAY, MASK_LEFT, MASK_LENGTH, MASK_RIGHT, SCORE_ALIBI, SCORE_BIAS, SCORE_BIAS32, SCORE_PLAIN,
-    SCORE_SCALED, SCORE_SOFTCAP, SHORT_TYPES, PrefillInstance,
+    CLEAR_ROWS, CUDA_TYPES, LARGEST_GRID, MASK_ARRAY, MASK_LEFT, MASK_LENGTH, MASK_RIGHT, SCORE_ALIBI, SCORE_BIAS, SCORE_BIAS32,
+    SCORE_PLAIN, SCORE_SCALED, SCORE_SOFTCAP, SHORT_TYPES, PrefillInstance, clear_source,
 )
 
 NAME = "cuda"
-KERNELS = ("fa2", "fa1", "decode", "naive")
+KERNELS = ("fa3", "fa2", "fa1", "decode", "naive")
 
 TYPES = ("float16", "bfloat16")  # of prefill_fa2 and prefill_fa1
-CLEAR_ROWS = 128  # of a block of clear_rows.cu
 TAKES_E4M3 = ("decode",)
-TAKES_DEVICE_INDICES = ("fa2", "decode")  # kernels that read lengths and cu_seqlens where they are
+TAKES_DEVICE_INDICES = ("fa3", "fa2", "decode")  # kernels that read lengths and cu_seqlens where they are
 # Arrays of a call that were made for it alone, or that results may overlap: with them no launch is prepared.
 OWN_ARRAYS = ("alibi_slopes", "sinks", "bias", "mask")
 
@@ -64,14 +63,15 @@ class Instance(PrefillInstance):
         return [CUDA_TYPES[self.dtype], CUDA_TYPES[self.out], *numbers, self.page_rows, *[True] * self.flat]
 
 
-AnyInstance = Instance | cuda_fp.Instance | cuda_fa1.Instance
+AnyInstance = Instance | cuda_fp.Instance | cuda_fa1.Instance | cuda_fa3.Instance
 
 
 def auto_kernels(problem: Problem) -> tuple[str, ...]:
     """Kernels for kernel="auto", best first. fa1 is there to be compared: fa2 does all that it does, faster."""
     if problem.e4m3:
         return TAKES_E4M3
-    return ("decode", "fa2") if cuda_decode.suits(problem) else ("fa2",)
+    prefill = ("fa3", "fa2") if name_of(problem.q.dtype) in TYPES else ("fa2",)
+    return ("decode", *prefill) if cuda_decode.suits(problem) else prefill
 
 
 @functools.lru_cache(maxsize=1)
@@ -95,7 +95,7 @@ def decline(problem: Problem, kernel: str) -> str | None:
     if kernel == "naive":
         return naive_cuda.decline(problem)
     dtype, out = name_of(problem.q.dtype), name_of(problem.out_dtype)
-    own = {"fa1": cuda_fa1.decline, "decode": cuda_decode.decline}.get(kernel)
+    own = {"fa1": cuda_fa1.decline, "fa3": cuda_fa3.decline, "decode": cuda_decode.decline}.get(kernel)
     if own is not None and (reason := own(problem)) is not None:
         return reason
     if dtype not in SHORT_TYPES or (dtype in TYPES and out not in TYPES):
@@ -128,6 +128,8 @@ def decline(problem: Problem, kernel: str) -> str | None:
         return f"{info.name} has compute capability {info.cc[0]}.{info.cc[1]}; it needs 7.5"
     if "bfloat16" in (dtype, out) and info.cc < (8, 0):
         return f"bfloat16 needs compute capability 8.0, {info.name} has {info.cc[0]}.{info.cc[1]}; float16 runs"
+    if kernel == "fa3" and (reason := cuda_fa3.why_not_on(info)) is not None:
+        return reason
     chosen = instance(problem, info, kernel)
     if chosen is None:
         if kernel == "decode":
@@ -135,8 +137,9 @@ def decline(problem: Problem, kernel: str) -> str | None:
             return f"no tile for head sizes {sizes[0]} and {sizes[1]} and {problem.seqlen_q} queries on {info.name}{other}"
         memory = f"{info.shared_memory_block:,} bytes of shared memory of {info.name}"
         return f"no tile for head sizes {sizes[0]} and {sizes[1]} fits the {memory}"
-    if _grid(problem, chosen) > LARGEST_GRID:
-        return f"{_grid(problem, chosen):,} blocks; a grid has at most {LARGEST_GRID:,}"
+    most = cuda_fa3.LARGEST_TILES if kernel == "fa3" else LARGEST_GRID
+    if _grid(problem, chosen) > most:
+        return f"{_grid(problem, chosen):,} tiles of rows; it has numbers for {most:,}"
     return None
 
 
@@ -151,6 +154,8 @@ def instance(problem: Problem, info: device.DeviceInfo, kernel: str = "fa2") -> 
     if kernel == "decode":
         return cuda_decode.instance(problem, info, cuda_decode.copy_bytes(problem), score)
     load = structs.copy_bytes((problem.q, problem.k, problem.v))
+    if kernel == "fa3":
+        return cuda_fa3.instance(problem, mask, score, is_flat(problem), info)
     if kernel == "fa1":
         return cuda_fa1.instance(problem, mask, score, load, info)
     if name_of(problem.q.dtype) not in TYPES:
@@ -208,7 +213,10 @@ def plan(problem: Problem, kernel: str) -> Plan:
     units, whole = "tensor cores (mma.sync)", ""
     if isinstance(chosen, cuda_fp.Instance):
         units, whole = cuda_fp.why(chosen), cuda_parts.why_whole(problem, chosen, info)
-    warps = f"{t.warps} warps" + " that share the keys" * (kernel == "fa1")
+    if isinstance(chosen, cuda_fa3.Instance):
+        units, warps = "tensor cores (wgmma)", f"{t.warpgroups} warpgroups and one that loads"
+    else:
+        warps = f"{t.warps} warps" + " that share the keys" * (kernel == "fa1")
     why = f"{units}, {t.m} rows x {t.n} keys a block of {warps}, {chosen.shared_memory:,} bytes of shared memory on {info.name}{whole}"
     extra = (chosen, _section(problem, chosen, info))
     return Plan(kernel=kernel, backend=NAME, reason=why, tile=(t.m, t.n), threads=t.threads, extra=extra)
@@ -256,10 +264,11 @@ def run(plan: Plan, problem: Problem) -> None:
     ready, steps = _steps(plan, problem)
     if not steps and not problem.varlen:
         return
-    with _small_arrays(problem) as pointers:
+    of_fa3 = isinstance(ready, cuda_fa3.Instance)
+    with _small_arrays(problem) as pointers, cuda_fa3.counter(problem.q.device) if of_fa3 else contextlib.nullcontext(0) as counter:
         if isinstance(problem.cu_seqlens_q, np.ndarray):
             packed.clear_slack(problem)
-        params = _params(plan, problem, ready, pointers)
+        params = _params(plan, problem, ready, pointers, counter)
         for step in steps:
             launch.launch(step, params, launch.stream_pointer(None))
 
@@ -281,7 +290,10 @@ def prepare(plan: Plan, problem: Problem) -> launch.Prepared | None:
     ready, steps = _steps(plan, problem)
     if not steps:
         return None
-    return launch.Prepared(steps, _params(plan, problem, ready, {}), addresses=5 + len(structs.index_addresses(problem)))
+    params, addresses = _params(plan, problem, ready, {}), 5 + len(structs.index_addresses(problem))
+    if isinstance(ready, cuda_fa3.Instance):
+        return cuda_fa3.prepare(steps, params, addresses, problem.q.device)
+    return launch.Prepared(steps, params, addresses)
 
 
 def make_ready(plan: Plan, problem: Problem) -> None:
@@ -300,35 +312,30 @@ def _that_splits(plan: Plan) -> Any:
 
 def _steps(plan: Plan, problem: Problem) -> tuple[AnyInstance, list[launch.Step]]:
     """The planned instance for the arrays of this run, which may be aligned otherwise than those of the plan; and what is launched."""
-    place = problem.q.device
-    ready = with_load(plan.extra[0], structs.copy_bytes((problem.q, problem.k, problem.v)), device.probe(place))
-    steps = []
+    place, steps = problem.q.device, []
+    ready, info = plan.extra[0], device.probe(place)
+    if not isinstance(ready, cuda_fa3.Instance):
+        ready = with_load(ready, structs.copy_bytes((problem.q, problem.k, problem.v)), info)
+    elif (reason := cuda_fa3.why_no_maps(problem)) is not None:
+        if problem.kernel == "fa3":
+            raise ValueError(reason)
+        ready = instance(problem, info, "fa2")
+        assert isinstance(ready, Instance)
     rows, grid = problem.q.shape[0], _grid(problem, ready)
     if isinstance(problem.cu_seqlens_q, ArrayView) and rows and problem.heads_q:
         clear = clear_source(problem.out_dtype.itemsize, problem.compute_dtype.itemsize, ready.flat)
         steps.append(launch.Step(jit.function(clear, place), -(-rows // CLEAR_ROWS), CLEAR_ROWS))
     if grid:
+        grid = cuda_fa3.blocks(grid, info) if isinstance(ready, cuda_fa3.Instance) else grid
         function = jit.function(ready.source, place, ready.shared_memory)
         steps.append(launch.Step(function, grid, ready.tile.threads, ready.shared_memory))
     return ready, steps
 
 
-def _params(plan: Plan, problem: Problem, ready: AnyInstance, pointers: dict[str, int]) -> np.ndarray:
+def _params(plan: Plan, problem: Problem, ready: AnyInstance, pointers: dict[str, int], counter: int = 0) -> np.ndarray:
+    if isinstance(ready, cuda_fa3.Instance):
+        return cuda_fa3.pack(problem, ready, plan.extra[1], _grid(problem, ready), pointers, counter)
     return structs.pack_prefill(problem, ready.tile.m, plan.extra[1], ready.factor_left, pointers, ready.flat)
-
-
-@functools.cache
-def clear_source(out_bytes: int, lse_bytes: int, flat: bool) -> jit.Source:
-    """The kernel that clears the rows which others leave, where cu_seqlens_q is on the device; for elements of so many bytes."""
-    name = f"clear_rows_out{8 * out_bytes}_lse{8 * lse_bytes}" + "_flat" * flat
-    stub = (
-        f'static_assert(sizeof(PrefillParams) == {structs.PREFILL_PARAMS.itemsize}, "structs.py mirrors params.cuh");\n'
-        f'static_assert(CLEAR_ROWS == {CLEAR_ROWS}, "as cuda.py has it");\n'
-        f'extern "C" __global__ void __launch_bounds__(CLEAR_ROWS) {name}(const __grid_constant__ PrefillParams p) {{\n'
-        f"    clear_rows<u{8 * out_bytes}, {'double' if lse_bytes == 8 else 'float'}, {str(flat).lower()}>(p);\n"
-        "}\n"
-    )
-    return jit.Source("clear_rows.cu", stub, name)
 
 
 @functools.lru_cache(maxsize=512)
@@ -357,7 +364,7 @@ def instances(arch: str) -> Iterator[jit.Source]:
     yield from (chosen.source for chosen in common(arch))
     yield from (chosen.source for chosen in cuda_fp.common(representative(arch)))
     yield from cuda_parts.instances(representative(arch))
-    yield from (chosen.source for chosen in cuda_fa1.common(representative(arch)))
+    yield from (chosen.source for module in (cuda_fa1, cuda_fa3) for chosen in module.common(representative(arch)))
     for decodes in cuda_decode.common(representative(arch)):
         yield decodes.source
         if not decodes.merges:

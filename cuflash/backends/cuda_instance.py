@@ -14,6 +14,7 @@ SCORE_PLAIN, SCORE_SCALED, SCORE_SOFTCAP, SCORE_ALIBI, SCORE_BIAS, SCORE_BIAS32 
 SHORT_TYPES = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "float64": "fp64"}
 CUDA_TYPES = {"float16": "Fp16", "bfloat16": "Bf16", "float32": "float", "float64": "double"}
 LARGEST_GRID = 2**31 - 1  # blocks
+CLEAR_ROWS = 128  # of a block of clear_rows.cu
 ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 
 
@@ -64,6 +65,11 @@ class PrefillInstance:
         return [f"m{t.m}n{t.n}w{t.warps}"]
 
     @property
+    def preamble(self) -> str:
+        """What stands before the stub."""
+        return ""
+
+    @property
     def arguments(self) -> list[Any]:
         """What the stub gives to the kernel's template."""
         raise NotImplementedError
@@ -86,7 +92,7 @@ class PrefillInstance:
         template = "".join(word.capitalize() for word in self.KERNEL.split("_"))
         arguments = (str(x).lower() if isinstance(x, bool) else str(x) for x in self.arguments)
         cluster = "__cluster_dims__(2, 1, 1) " if self.paired else ""
-        stub = (
+        stub = self.preamble + (
             f"using Instance = {template}<{', '.join(arguments)}>;\n"
             f'static_assert(sizeof({self.PARAMS}) == {structs.PARAMS[self.PARAMS].itemsize}, "structs.py mirrors it");\n'
             f'static_assert(Instance::SMEM_BYTES == {self.shared_memory}, "{self.TILES} counts shared memory as the kernel does");\n'
@@ -108,6 +114,20 @@ def kind_words(mask: int, score: int) -> list[str]:
     ):
         words += [word] * bool(score & bit)
     return words
+
+
+@functools.cache
+def clear_source(out_bytes: int, lse_bytes: int, flat: bool) -> jit.Source:
+    """The kernel that clears the rows which others leave, where cu_seqlens_q is on the device; for elements of so many bytes."""
+    name = f"clear_rows_out{8 * out_bytes}_lse{8 * lse_bytes}" + "_flat" * flat
+    stub = (
+        f'static_assert(sizeof(PrefillParams) == {structs.PREFILL_PARAMS.itemsize}, "structs.py mirrors params.cuh");\n'
+        f'static_assert(CLEAR_ROWS == {CLEAR_ROWS}, "as cuda_instance.py has it");\n'
+        f'extern "C" __global__ void __launch_bounds__(CLEAR_ROWS) {name}(const __grid_constant__ PrefillParams p) {{\n'
+        f"    clear_rows<u{8 * out_bytes}, {'double' if lse_bytes == 8 else 'float'}, {str(flat).lower()}>(p);\n"
+        "}\n"
+    )
+    return jit.Source("clear_rows.cu", stub, name)
 
 
 def loaded(kernels: Iterable[tuple[jit.Source, int, int, int]], place: int, early: bool = False) -> list[launch.Step]:

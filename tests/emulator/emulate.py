@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 from cuflash import arrays, driver, jit, structs, tensor_map, tiles_fp
-from cuflash.backends import cuda, cuda_append, cuda_decode, cuda_fa1, cuda_fp, cuda_parts, packed
+from cuflash.backends import cuda, cuda_append, cuda_decode, cuda_fa1, cuda_fa3, cuda_fp, cuda_parts, packed
 from cuflash.device import DeviceInfo
 from cuflash.types import Append, ArrayView, Problem
 
@@ -38,7 +38,7 @@ TAIL = """
 extern "C" void emulated_entry(const void* params) {{ {name}(*static_cast<const {params}*>(params)); }}
 """
 
-Instance = cuda.Instance | cuda_fp.Instance | cuda_fa1.Instance
+Instance = cuda.Instance | cuda_fp.Instance | cuda_fa1.Instance | cuda_fa3.Instance
 
 
 class EmulationError(AssertionError):
@@ -224,7 +224,9 @@ class Emulator:
             self._compiled[key] = self._pool.submit(self.compile, jit.assemble(source), source.name, params, arch)
         return self._compiled[key]
 
-    def run(self, problem: Problem, info: DeviceInfo, instance: Instance | None = None, side: Side = "end") -> None:
+    def run(
+        self, problem: Problem, info: DeviceInfo, instance: Instance | None = None, side: Side = "end", grid: int | None = None,
+    ) -> None:
         """Write ``problem.out`` and ``problem.lse`` as the raw backend would.
 
         Parameters
@@ -237,6 +239,8 @@ class Emulator:
             Instead of the one that the backend would choose.
         side : {"start", "end"}
             Which ends of the arrays are watched to the byte.
+        grid : int, optional
+            Blocks of prefill_fa3, which share the tiles, instead of as many as the GPU would run.
 
         Raises
         ------
@@ -262,8 +266,14 @@ class Emulator:
         moved = problem.replace(**{name: a.view for name, a in {**inputs, **results}.items()})
         pointers = {name: a.view.pointer for name, a in small.items()}
         section = cuda._section(problem, instance, info)
-        params = structs.pack_prefill(moved, instance.tile.m, section, instance.factor_left, pointers, instance.flat)
         memory = {**inputs, **results, **small}
+        if isinstance(instance, cuda_fa3.Instance):
+            memory["counter"] = Guarded(arrays.view(np.zeros(1, np.uint32), "counter"), side, writable=True)
+            with tensor_maps():
+                params = cuda_fa3.pack(moved, instance, section, blocks, pointers, memory["counter"].view.pointer)
+            blocks = min(grid or info.multiprocessors, blocks)
+        else:
+            params = structs.pack_prefill(moved, instance.tile.m, section, instance.factor_left, pointers, instance.flat)
         try:
             if clear_blocks:
                 source = cuda.clear_source(problem.out_dtype.itemsize, problem.compute_dtype.itemsize, instance.flat)
@@ -276,6 +286,7 @@ class Emulator:
             raise EmulationError(f"{instance.name}, {error}") from None
         for a in results.values():
             a.write_back()
+        assert "counter" not in memory or not memory["counter"].view.array.any(), "the counter of tiles is not 0 after the call"
 
     def _run_parts(self, problem: Problem, info: DeviceInfo, instance: cuda_parts.Instance, side: Side) -> None:
         """As :meth:`run`, for keys that are split over the grid. The workspace holds NaN at first."""
@@ -398,7 +409,7 @@ def decode_path(instance: cuda_decode.Instance, info: DeviceInfo) -> int:
 
 def _code_path(instance: Instance, info: DeviceInfo) -> int:
     """CUFLASH_ARCH; the GPUs from sm_80 on run the same code, but for products of float64."""
-    if isinstance(instance, cuda_fp.Instance) and instance.kind == tiles_fp.DMMA and info.cc >= (9, 0):
+    if isinstance(instance, cuda_fa3.Instance) or isinstance(instance, cuda_fp.Instance) and instance.kind == tiles_fp.DMMA and info.cc >= (9, 0):
         return 900
     return 750 if info.cc < (8, 0) else 800
 

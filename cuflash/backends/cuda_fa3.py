@@ -1,0 +1,175 @@
+"""FlashAttention-3 as a raw CUDA kernel for sm_90a: which instance a problem needs, its tensor maps, its launch. cuda.py asks it."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from .. import launch, structs, tensor_map, tiles, tiles_fa3, wgmma
+from ..device import DeviceInfo
+from ..types import ArrayView, Problem, name_of
+from .cuda_instance import (
+    CUDA_TYPES, LARGEST_GRID, MASK_LEFT, MASK_LENGTH, MASK_RIGHT, SCORE_PLAIN, SCORE_SCALED, SCORE_SOFTCAP, PrefillInstance,
+)
+from .cuda_memory import Counter, StreamCounters
+
+BOX_COLUMNS = 64  # of a box: rows of 128 bytes, the widest swizzle
+LARGEST_TILES = LARGEST_GRID - (1 << 16)  # a block's next tile is numbered from the tiles on by the blocks, all in 32 bits
+
+
+@dataclass(frozen=True)
+class Instance(PrefillInstance):
+    """What is fixed when prefill_fa3 is compiled."""
+
+    flat: bool = False  # the longest of the packed sequences is not known
+
+    KERNEL, TILES, PARAMS = "prefill_fa3", "tiles_fa3.py", "Fa3Params"
+
+    @property
+    def factor_left(self) -> bool:
+        return self.score in (SCORE_PLAIN, SCORE_SOFTCAP)
+
+    @property
+    def tile_words(self) -> list[str]:
+        t = self.tile
+        return [f"m{t.m}n{t.n}s{t.stages}", *["turns"] * t.turns]
+
+    @property
+    def preamble(self) -> str:
+        return wgmma.products(CUDA_TYPES[self.dtype], self.tile.n, self.dv)
+
+    @property
+    def arguments(self) -> list[Any]:
+        t = self.tile
+        numbers = [self.d, self.dv, t.warpgroups, t.n, t.stages, t.turns, self.mask, self.score]
+        return [CUDA_TYPES[self.dtype], CUDA_TYPES[self.out], *numbers, *[True] * self.flat]
+
+
+def decline(problem: Problem) -> str | None:
+    """What of a problem is left to kernel="fa2", in words, or None."""
+    dtype = name_of(problem.q.dtype)
+    if dtype not in ("float16", "bfloat16"):
+        return f"{dtype} arrays; it takes float16 and bfloat16, kernel='fa2' all four"
+    asked = {
+        "bias": problem.bias is not None, "mask": problem.mask is not None, "alibi_slopes": problem.alibi_slopes is not None,
+        "page_table": problem.paged,
+    }
+    name = next((name for name, there in asked.items() if there), None)
+    if name is not None:
+        return f"it has no {name}; kernel='fa2' has it"
+    return why_no_maps(problem)
+
+
+def why_not_on(info: DeviceInfo) -> str | None:
+    """Why it does not run on a GPU, or None."""
+    if info.cc != (9, 0):
+        return f"{info.name} has compute capability {info.cc[0]}.{info.cc[1]}; its instructions are those of 9.0 alone"
+    if not tensor_map.there_are():
+        return "tensor maps need the driver of CUDA 12.0 or later"
+    return None
+
+
+def why_no_maps(problem: Problem) -> str | None:
+    """Which array there is no tensor map of, and why, in words; or None."""
+    for name, a in (("q", problem.q), ("k", problem.k), ("v", problem.v)):
+        if 0 in a.shape:
+            return f"{name} has no elements, and it loads boxes of them; kernel='fa2' takes such arrays"
+        if a.shape[-1] > 1 and a.strides[-1] != a.dtype.itemsize:
+            return f"{name}: columns {a.strides[-1]} bytes apart, and it loads boxes of neighbours; kernel='fa2' takes any strides"
+        reason = tensor_map.why_not(*_box(a, 1), address=a.pointer)
+        if reason is not None:
+            return f"{name}: it loads boxes by tensor maps, which cannot describe {reason}; kernel='fa2' takes any strides"
+    return None
+
+
+def _box(a: ArrayView, rows: int) -> tuple[int, tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+    """An array and a box of so many rows of a head, as tensor_map.py wants to know of them; Fa3Params has the order of the dimensions."""
+    batch, row, head, column = range(-4, 0)
+    shape, strides = (1, *a.shape)[-4:], (0, *a.strides)[-4:]  # packed sequences have no batch axis
+    order = (row, head, batch)
+    item = a.dtype.itemsize
+    steps = tuple(strides[axis] if shape[axis] > 1 else item * BOX_COLUMNS for axis in order)
+    return item, (shape[column], *(shape[axis] for axis in order)), steps, (BOX_COLUMNS, rows, 1, 1)
+
+
+def instance(problem: Problem, mask: int, score: int, flat: bool, info: DeviceInfo) -> Instance | None:
+    """The kernel instance for these arrays, or None if the GPU has no instructions for it."""
+    d, dv = tiles.head_class(problem.head_dim), tiles.head_class(problem.head_dim_v)
+    tile = tiles_fa3.prefill_fa3(d, dv, mask, score != SCORE_PLAIN, info)
+    if tile is None:
+        return None
+    return Instance(name_of(problem.q.dtype), name_of(problem.out_dtype), d, dv, tile, mask, score, flat=flat)
+
+
+def blocks(count: int, info: DeviceInfo) -> int:
+    """Blocks of the grid for so many tiles: each takes one after the other."""
+    return min(count, info.multiprocessors)
+
+
+def pack(
+    problem: Problem, chosen: Instance, section: int, count: int, pointers: dict[str, int], counter: int = 0,
+) -> np.ndarray:
+    """The struct of one launch of so many tiles; the rest is as for structs.pack_prefill."""
+    p = np.zeros(1, structs.FA3_PARAMS)
+    p["prefill"] = structs.pack_prefill(problem, chosen.tile.m, section, chosen.factor_left, pointers, chosen.flat)
+    for name, a, rows in zip(structs.MAPS, (problem.q, problem.k, problem.v), (64, chosen.tile.n, chosen.tile.n), strict=True):
+        p[name] = np.void(tensor_map.tensor_map(*_box(a, rows)).at(a.pointer))
+    p["tiles"], p["counter"] = count, counter
+    return p
+
+
+_counters = StreamCounters()
+
+
+def counter(device: int) -> Counter:
+    """That of CuPy's current stream on its current device, which is this one."""
+    return _counters.taker(device)()
+
+
+def prepare(steps: list[launch.Step], params: np.ndarray, addresses: int, device: int) -> launch.Prepared:
+    """The launches with this struct for calls that differ in addresses alone."""
+    fields: Any = structs.FA3_PARAMS.fields
+    write, offset, take = struct.Struct("=Q").pack_into, fields["counter"][1], _counters.taker(device)
+
+    def fill(memory: memoryview) -> contextlib.AbstractContextManager[Any]:
+        taken = take()
+        write(memory, offset, taken.address)
+        return taken
+
+    return launch.Prepared(steps, params, addresses, fill, maps_at=[fields[name][1] for name in structs.MAPS])
+
+
+@functools.cache
+def common(info: DeviceInfo) -> tuple[Instance, ...]:
+    """Equal head sizes, full, causal and windowed; and one of each rarer kind."""
+    return tuple(_common(info))
+
+
+def _common(info: DeviceInfo) -> Iterator[Instance]:
+    if info.cc != (9, 0):
+        return
+
+    def make(dtype: str, d: int, mask: int, score: int = SCORE_PLAIN, dv: int | None = None, out: str | None = None, flat: bool = False):
+        tile = tiles_fa3.prefill_fa3(d, dv or d, mask, score != SCORE_PLAIN, info)
+        assert tile is not None
+        return Instance(dtype, out or dtype, d, dv or d, tile, mask, score, flat=flat)
+
+    for d in tiles.HEAD_CLASSES:
+        for dtype in ("float16", "bfloat16"):
+            for mask in (MASK_LENGTH, MASK_RIGHT):
+                yield make(dtype, d, mask)
+        yield make("bfloat16", d, MASK_RIGHT | MASK_LEFT)
+        yield make("float16", d, MASK_RIGHT | MASK_LEFT, SCORE_SOFTCAP)
+    for mask in (MASK_LENGTH, MASK_RIGHT):
+        yield make("bfloat16", 192, mask, dv=128)
+    for d in (64, 128):
+        yield make("float16", d, MASK_RIGHT, SCORE_SCALED)
+        yield make("bfloat16", d, MASK_RIGHT, SCORE_SOFTCAP)
+        yield make("float16", d, MASK_RIGHT, flat=True)
+    yield make("float16", 64, MASK_LENGTH, out="bfloat16")

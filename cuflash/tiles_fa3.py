@@ -1,0 +1,80 @@
+"""Tile table of prefill_fa3, the raw CUDA kernel for sm_90a: data, and its choice."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from .device import DeviceInfo
+
+
+class Fa3Tile(NamedTuple):
+    """How a block of prefill_fa3 works.
+
+    Attributes
+    ----------
+    warpgroups : int
+        Of 64 query rows each; one more loads.
+    n : int
+        Keys of a step.
+    stages : int
+        Tiles of K and of V in shared memory.
+    turns : bool
+        Warpgroups start products in turn, so that one has its softmax while the others multiply.
+    """
+
+    warpgroups: int
+    n: int
+    stages: int = 2
+    turns: bool = True
+
+    resident = 1  # blocks that shall fit a multiprocessor together
+
+    @property
+    def m(self) -> int:
+        """Query rows of a block."""
+        return 64 * self.warpgroups
+
+    @property
+    def threads(self) -> int:
+        return 128 * (self.warpgroups + 1)
+
+    def shared_memory(self, d: int, dv: int) -> int:
+        """Bytes of dynamic shared memory for padded head sizes; PrefillFa3::SMEM_BYTES counts the same."""
+        k_columns, v_columns = (-(-size // 64) * 64 for size in (d, dv))  # boxes are 64 columns wide
+        tiles = 2 * (self.m * k_columns + self.stages * self.n * (k_columns + v_columns))
+        return tiles + 2 * 32 + 16 * (2 + 1 + 2 * self.stages)  # slots of the tiles to come, barriers
+
+
+class Choice(NamedTuple):
+    """Tiles without a band mask, with one side of it (causal), with both (window), and for score kinds other than the plain one."""
+
+    full: Fa3Tile
+    causal: Fa3Tile
+    window: Fa3Tile
+    scored: Fa3Tile
+
+
+# By the larger padded head size. A thread holds, of two query rows, N / 2 scores, N / 4 registers of weights and DV / 2 of O: it has 232
+# registers of two warpgroups, or 160 of three.
+_THREE, _TWO = Fa3Tile(3, 128), Fa3Tile(2, 128)
+_OF_192, _OF_256 = Fa3Tile(2, 96), Fa3Tile(2, 80)
+PREFILL_FA3: dict[int, Choice] = {
+    32: Choice(_THREE, _THREE, _THREE, _TWO),
+    64: Choice(_THREE, _THREE, _THREE, _TWO),
+    96: Choice(_TWO, _TWO, _TWO, _TWO),
+    128: Choice(Fa3Tile(2, 176), _TWO, _TWO, _TWO),
+    160: Choice(Fa3Tile(2, 112), Fa3Tile(2, 112), _OF_192, _OF_192),
+    192: Choice(_OF_192, _OF_192, _OF_192, _OF_192),
+    256: Choice(_OF_256, _OF_256, Fa3Tile(2, 64), Fa3Tile(2, 64)),
+}
+NARROW_VALUES = Fa3Tile(2, 112)  # of heads of 192 with values of at most 128
+
+
+def prefill_fa3(d: int, dv: int, mask: int, scored: bool, info: DeviceInfo) -> Fa3Tile | None:
+    """The tile for padded head sizes and a kind of mask (cuda_instance.py); None where the GPU has no instructions for it."""
+    if info.cc != (9, 0):
+        return None
+    if d == 192 and dv <= 128:
+        return NARROW_VALUES
+    choice = PREFILL_FA3[max(d, dv)]
+    return choice.scored if scored else (choice.full, choice.causal, choice.window, choice.window)[mask]
