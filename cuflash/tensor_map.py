@@ -40,7 +40,7 @@ def why_not(
     if not all(1 <= n <= MOST_BOX for n in box):
         return f"a box of {tuple(box)}; dimensions of boxes have 1 to {MOST_BOX} elements"
     if not all(0 < stride < MOST_STRIDE and stride % 16 == 0 for stride in strides):
-        return f"strides of {tuple(strides)} bytes; they are positive multiples of 16 below {MOST_STRIDE}"
+        return f"strides of {tuple(strides)} bytes; they are positive multiples of 16 bytes below {MOST_STRIDE}"
     if swizzle not in _SWIZZLES:
         return f"a swizzle of {swizzle} bytes; there are {', '.join(map(str, _SWIZZLES))}"
     row = box[0] * itemsize

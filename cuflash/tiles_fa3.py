@@ -70,11 +70,14 @@ PREFILL_FA3: dict[int, Choice] = {
 NARROW_VALUES = Fa3Tile(2, 112)  # of heads of 192 with values of at most 128
 
 
-def prefill_fa3(d: int, dv: int, mask: int, scored: bool, info: DeviceInfo) -> Fa3Tile | None:
-    """The tile for padded head sizes and a kind of mask (cuda_instance.py); None where the GPU has no instructions for it."""
+def prefill_fa3(d: int, dv: int, mask: int, scored: bool, paged: bool, info: DeviceInfo) -> Fa3Tile | None:
+    """The tile for padded head sizes and a kind of mask (cuda_instance.py); None where the GPU has no instructions for it.
+
+    Keys in pages come in boxes, so that the multiples of 16 or 32 of windows suit them.
+    """
     if info.cc != (9, 0):
         return None
-    if d == 192 and dv <= 128:
+    if d == 192 and dv <= 128 and not paged:
         return NARROW_VALUES
     choice = PREFILL_FA3[max(d, dv)]
-    return choice.scored if scored else (choice.full, choice.causal, choice.window, choice.window)[mask]
+    return choice.scored if scored else choice.window if paged else (choice.full, choice.causal, choice.window, choice.window)[mask]

@@ -21,8 +21,9 @@ from numpy.lib.stride_tricks import as_strided
 
 import cuflash
 from cuflash import device, driver, jit, launch, structs
-from cuflash.backends import append, cuda, cuda_append, cuda_merge, cuda_pages
+from cuflash.backends import append, cuda, cuda_append, cuda_memory, cuda_merge, cuda_pages
 from cuflash.types import INDICES
+from emulator import emulate
 
 ALIGNMENT = 256
 
@@ -158,6 +159,8 @@ class Gpu:
                 params = params.view(structs.DECODE_PARAMS)
                 scales = scales_of(params[0]) if "_e4m3_" in source.name else {}
                 params = params["prefill"]
+            if source.file == "prefill_fa3.cu":
+                params = fa3_params(params.view(structs.FA3_PARAMS))
             if source.name.startswith("combine_fp") or "_parts" in source.name and source.file == "prefill_fp.cu":
                 params = part_of(source.name, params.view(structs.PART_PARAMS))
             params = params.view(STRUCTS.get(source.file, structs.PREFILL_PARAMS))
@@ -171,6 +174,27 @@ class Gpu:
                 compute(source.name, p, scales)
 
         return run
+
+
+class FakeDriver(emulate.Driver):
+    """Streams are numbered by their handles."""
+
+    @staticmethod
+    def cuStreamGetId(stream, number):  # noqa: N802
+        number._obj.value = stream.value or 0
+        return 0
+
+
+def fa3_params(params: np.ndarray) -> np.ndarray:
+    """Those of every prefill, which the tensor maps and the counter agree with."""
+    p, r = params[0], params["prefill"][0]
+    for name in ("q", "k", "v"):
+        made = emulate.Map.from_buffer_copy(p[f"{name}_map"].tobytes())
+        assert made.address == r[name] and params.ctypes.data % 64 == 0
+        size = int(r["head_dim_v" if name == "v" else "head_dim"])
+        assert (made.size[0], made.size[2], made.box[0]) == (size, int(r["heads_q" if name == "q" else "heads_kv"]), 64)
+    assert memory(p["counter"], np.uint32, (1,), (1,))[0] == 0 and p["tiles"] > 0
+    return params["prefill"].copy()
 
 
 def part_of(name: str, params: np.ndarray) -> np.ndarray:
@@ -436,6 +460,8 @@ def pretended_gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
     monkeypatch.setattr(jit, "function", fake.function)
     monkeypatch.setattr(launch, "by_value", lambda params: params)
     monkeypatch.setattr(driver, "launches_early", lambda: False)
+    for module in (driver, cuda_memory):
+        monkeypatch.setattr(module, "library", lambda: FakeDriver)
     monkeypatch.setattr(cuda, "unusable", lambda: None)
     kept = cuda_pages.append_launch, cuda_merge.merge_launch  # launches that another GPU must not find
     for launches in kept:

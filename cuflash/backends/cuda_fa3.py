@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from .cuda_instance import (
 from .cuda_memory import Counter, StreamCounters
 
 BOX_COLUMNS = 64  # of a box: rows of 128 bytes, the widest swizzle
+LEAST_PAGE_ROWS = 16  # of a box of keys
 LARGEST_TILES = LARGEST_GRID - (1 << 16)  # a block's next tile is numbered from the tiles on by the blocks, all in 32 bits
 
 
@@ -27,6 +29,7 @@ LARGEST_TILES = LARGEST_GRID - (1 << 16)  # a block's next tile is numbered from
 class Instance(PrefillInstance):
     """What is fixed when prefill_fa3 is compiled."""
 
+    page_rows: int = 0  # rows of a box of keys, which surely lie in one page: a divisor of page sizes; 0 without pages
     flat: bool = False  # the longest of the packed sequences is not known
 
     KERNEL, TILES, PARAMS = "prefill_fa3", "tiles_fa3.py", "Fa3Params"
@@ -41,6 +44,10 @@ class Instance(PrefillInstance):
         return [f"m{t.m}n{t.n}s{t.stages}", *["turns"] * t.turns]
 
     @property
+    def page_words(self) -> list[str]:
+        return [f"paged{self.page_rows}"] * (self.page_rows > 0)
+
+    @property
     def preamble(self) -> str:
         return wgmma.products(CUDA_TYPES[self.dtype], self.tile.n, self.dv)
 
@@ -48,7 +55,7 @@ class Instance(PrefillInstance):
     def arguments(self) -> list[Any]:
         t = self.tile
         numbers = [self.d, self.dv, t.warpgroups, t.n, t.stages, t.turns, self.mask, self.score]
-        return [CUDA_TYPES[self.dtype], CUDA_TYPES[self.out], *numbers, *[True] * self.flat]
+        return [CUDA_TYPES[self.dtype], CUDA_TYPES[self.out], *numbers, self.page_rows, *[True] * self.flat]
 
 
 def decline(problem: Problem) -> str | None:
@@ -56,13 +63,13 @@ def decline(problem: Problem) -> str | None:
     dtype = name_of(problem.q.dtype)
     if dtype not in ("float16", "bfloat16"):
         return f"{dtype} arrays; it takes float16 and bfloat16, kernel='fa2' all four"
-    asked = {
-        "bias": problem.bias is not None, "mask": problem.mask is not None, "alibi_slopes": problem.alibi_slopes is not None,
-        "page_table": problem.paged,
-    }
-    name = next((name for name, there in asked.items() if there), None)
+    asked = {"bias": problem.bias, "mask": problem.mask, "alibi_slopes": problem.alibi_slopes}
+    name = next((name for name, value in asked.items() if value is not None), None)
     if name is not None:
         return f"it has no {name}; kernel='fa2' has it"
+    if problem.paged and problem.page_size % LEAST_PAGE_ROWS:
+        least = f"it loads boxes of {LEAST_PAGE_ROWS} keys or a multiple"
+        return f"page_table: pages of {problem.page_size} keys, and {least}; kernel='fa2' takes pages of any size"
     return why_no_maps(problem)
 
 
@@ -101,10 +108,11 @@ def _box(a: ArrayView, rows: int) -> tuple[int, tuple[int, ...], tuple[int, ...]
 def instance(problem: Problem, mask: int, score: int, flat: bool, info: DeviceInfo) -> Instance | None:
     """The kernel instance for these arrays, or None if the GPU has no instructions for it."""
     d, dv = tiles.head_class(problem.head_dim), tiles.head_class(problem.head_dim_v)
-    tile = tiles_fa3.prefill_fa3(d, dv, mask, score != SCORE_PLAIN, info)
+    tile = tiles_fa3.prefill_fa3(d, dv, mask, score != SCORE_PLAIN, problem.paged, info)
     if tile is None:
         return None
-    return Instance(name_of(problem.q.dtype), name_of(problem.out_dtype), d, dv, tile, mask, score, flat=flat)
+    rows = math.gcd(problem.page_size, tile.n) if problem.paged else 0
+    return Instance(name_of(problem.q.dtype), name_of(problem.out_dtype), d, dv, tile, mask, score, page_rows=rows, flat=flat)
 
 
 def blocks(count: int, info: DeviceInfo) -> int:
@@ -118,7 +126,8 @@ def pack(
     """The struct of one launch of so many tiles; the rest is as for structs.pack_prefill."""
     p = np.zeros(1, structs.FA3_PARAMS)
     p["prefill"] = structs.pack_prefill(problem, chosen.tile.m, section, chosen.factor_left, pointers, chosen.flat)
-    for name, a, rows in zip(structs.MAPS, (problem.q, problem.k, problem.v), (64, chosen.tile.n, chosen.tile.n), strict=True):
+    rows_of_keys = chosen.page_rows or chosen.tile.n
+    for name, a, rows in zip(structs.MAPS, (problem.q, problem.k, problem.v), (64, rows_of_keys, rows_of_keys), strict=True):
         p[name] = np.void(tensor_map.tensor_map(*_box(a, rows)).at(a.pointer))
     p["tiles"], p["counter"] = count, counter
     return p
@@ -155,10 +164,14 @@ def _common(info: DeviceInfo) -> Iterator[Instance]:
     if info.cc != (9, 0):
         return
 
-    def make(dtype: str, d: int, mask: int, score: int = SCORE_PLAIN, dv: int | None = None, out: str | None = None, flat: bool = False):
-        tile = tiles_fa3.prefill_fa3(d, dv or d, mask, score != SCORE_PLAIN, info)
+    def make(
+        dtype: str, d: int, mask: int, score: int = SCORE_PLAIN, dv: int | None = None, out: str | None = None, page_size: int = 0,
+        flat: bool = False,
+    ) -> Instance:
+        tile = tiles_fa3.prefill_fa3(d, dv or d, mask, score != SCORE_PLAIN, page_size > 0, info)
         assert tile is not None
-        return Instance(dtype, out or dtype, d, dv or d, tile, mask, score, flat=flat)
+        rows = math.gcd(page_size, tile.n) if page_size else 0
+        return Instance(dtype, out or dtype, d, dv or d, tile, mask, score, page_rows=rows, flat=flat)
 
     for d in tiles.HEAD_CLASSES:
         for dtype in ("float16", "bfloat16"):
@@ -172,4 +185,8 @@ def _common(info: DeviceInfo) -> Iterator[Instance]:
         yield make("float16", d, MASK_RIGHT, SCORE_SCALED)
         yield make("bfloat16", d, MASK_RIGHT, SCORE_SOFTCAP)
         yield make("float16", d, MASK_RIGHT, flat=True)
+        yield make("bfloat16", d, MASK_RIGHT, page_size=16)
+    for d in tiles.HEAD_CLASSES:
+        yield make("bfloat16", d, MASK_RIGHT, page_size=64)
+        yield make("float16", d, MASK_RIGHT | MASK_LEFT, SCORE_SOFTCAP, page_size=64)
     yield make("float16", 64, MASK_LENGTH, out="bfloat16")

@@ -409,7 +409,9 @@ def decode_path(instance: cuda_decode.Instance, info: DeviceInfo) -> int:
 
 def _code_path(instance: Instance, info: DeviceInfo) -> int:
     """CUFLASH_ARCH; the GPUs from sm_80 on run the same code, but for products of float64."""
-    if isinstance(instance, cuda_fa3.Instance) or isinstance(instance, cuda_fp.Instance) and instance.kind == tiles_fp.DMMA and info.cc >= (9, 0):
+    if isinstance(instance, cuda_fa3.Instance):
+        return 900
+    if isinstance(instance, cuda_fp.Instance) and instance.kind == tiles_fp.DMMA and info.cc >= (9, 0):
         return 900
     return 750 if info.cc < (8, 0) else 800
 

@@ -93,6 +93,7 @@ decltype(sizeof 0) __cvta_generic_to_shared(const void*);
 void __syncthreads();
 int __syncthreads_or(int);
 bool __any_sync(unsigned, bool);
+inline bool __all_sync(unsigned mask, bool yes) { return !__any_sync(mask, !yes); }
 void __syncwarp();
 inline void __threadfence() {}  // blocks run one after the other
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
