@@ -12,16 +12,19 @@ template <class C> struct Warpgroup {
     using Order = KeyOrder<false>;
     const PrefillParams& p;
     const int number;
+    const bool lead;  // the thread speaks for its warp
     Ring<typename C::QStages> queries;
     Ring<typename C::KStages> keys;
     Ring<typename C::VStages> values;
     SoftmaxState<2> state;
-    bool large;  // see SoftmaxState::is_large
+    float limit[2];  // scores up to which a row keeps its reference
+    bool careful;    // a limit is negative, or a reference large: always look at the tops themselves
     float S_rmem[1][C::N / 8][4], O_rmem[1][C::DV / 8][4];
     u32 P_rmem[C::N / 16][4];
 
     __device__ __forceinline__ Warpgroup(const PrefillParams& p, int number, u32 smem)
-        : p(p), number(number), queries{smem + C::Q_SMEM}, keys{smem + C::K_SMEM}, values{smem + C::V_SMEM} {
+        : p(p), number(number), lead(thread_index() % 32 == 0), queries{smem + C::Q_SMEM}, keys{smem + C::K_SMEM},
+          values{smem + C::V_SMEM} {
         if (C::TURNS && number == 0) block_barrier_arrive<256>(1);
     }
 
@@ -31,7 +34,7 @@ template <class C> struct Warpgroup {
     __device__ __forceinline__ bool attend(const QueryTile<C>& tile) {
         if (tile.batch < 0) return false;
         state.init();
-        large = false;
+        careful = false;
 #pragma unroll
         for (int ot = 0; ot < C::DV / 8; ++ot)
 #pragma unroll
@@ -59,7 +62,7 @@ template <class C> struct Warpgroup {
             }
             last_values();
         } else {
-            queries.release();
+            queries.release(lead);
         }
         queries.advance();
 #pragma unroll 1
@@ -80,17 +83,18 @@ template <class C> struct Warpgroup {
         keys.wait_full();
         begin_turn();
         end_turn();
-        keys.release();
+        keys.release(lead);
         keys.advance();
         values.wait_full();
-        values.release();
+        values.release(lead);
         values.advance();
     }
 
     __device__ __forceinline__ void first_keys(const QueryTile<C>& tile, int n, bool masked, int first) {
+        const u32 K_smem = uniform(keys.stage_smem());
         keys.wait_full();
         begin_turn();
-        scores();
+        scores(K_smem);
         end_turn();
         wgmma_wait<0>();
         done_with_keys(n == first);
@@ -101,17 +105,18 @@ template <class C> struct Warpgroup {
 
     // A tile of keys; the values of the one before run while softmax does.
     template <bool MASKED> __device__ __forceinline__ void next_keys(const QueryTile<C>& tile, int n, int first) {
+        const u32 K_smem = uniform(keys.stage_smem()), V_smem = uniform(values.stage_smem());
         keys.wait_full();
         values.wait_full();  // which were asked for before; no thread may branch between products
         begin_turn();
-        scores();
-        add_values();
+        scores(K_smem);
+        add_values(V_smem);
         end_turn();
         wgmma_wait<1>();
         done_with_keys(n == first);
         logits(tile, n, MASKED);
         softmax<false>();
-        values.template release<true>();
+        values.release(lead);
         values.advance();
         round();
     }
@@ -119,25 +124,25 @@ template <class C> struct Warpgroup {
     __device__ __forceinline__ void last_values() {
         values.wait_full();
         wgmma_fence();
-        add_values();
+        add_values(uniform(values.stage_smem()));
         wgmma_wait<0>();
-        values.template release<true>();
+        values.release(lead);
         values.advance();
     }
 
     __device__ __forceinline__ void done_with_keys(bool all) {
-        keys.template release<true>();
+        keys.release(lead);
         keys.advance();
-        if (all) queries.template release<true>();
+        if (all) queries.release(lead);
     }
 
     // S = Q K^T
-    __device__ __forceinline__ void scores() {
+    __device__ __forceinline__ void scores(u32 K_smem) {
         using Q = typename C::QTile;
         using K = typename C::KTile;
         constexpr int PER_BLOCK = K::BLOCK / 16;
         const WgmmaMatrix<Q> q(uniform(queries.smem + number * Q::BYTES));
-        const WgmmaMatrix<K> k(uniform(keys.stage_smem()));
+        const WgmmaMatrix<K> k(K_smem);
         wgmma_fence();
 #pragma unroll
         for (int i = 0; i < C::DQK / 16; ++i) {
@@ -148,9 +153,9 @@ template <class C> struct Warpgroup {
     }
 
     // O += P V
-    __device__ __forceinline__ void add_values() {
+    __device__ __forceinline__ void add_values(u32 V_smem) {
         using V = typename C::VTile;
-        const WgmmaMatrix<V> v(uniform(values.stage_smem()));
+        const WgmmaMatrix<V> v(V_smem);
 #pragma unroll
         for (int k = 0; k < C::N / 16; ++k) wgmma_rs(In(), Columns<C::DV>(), O_rmem[0], P_rmem[k], v.at(k * 16 * V::ROW_BYTES), true);
         wgmma_commit();
@@ -167,14 +172,18 @@ template <class C> struct Warpgroup {
 
     // Scores -> weights. Unless it is the first tile, wait for the values that run meanwhile, and bring O to the references.
     template <bool FIRST> __device__ __forceinline__ void softmax() {
-        float top[2], factor[2], scale = p.logit_scale;
-        state.lane_tops(top, S_rmem);
-        const bool raised = state.rises(top, scale) || large;
-        if (raised) {
-            state.share(top);
+        float factor[2], scale = p.logit_scale;
+        const bool raise = FIRST || __any_sync(0xffffffffu, (positive_top(0) > limit[0]) | (positive_top(1) > limit[1]) | careful);
+        if (__builtin_expect(raise, FIRST)) {
+            float top[2];
+            state.tops(top, S_rmem);
             factor[0] = factor[1] = 1.0f;
             state.raise(top, scale, [&](int r, float f) { factor[r] = f; });
-            large = state.is_large();
+            bool low = false;
+#pragma unroll
+            for (int r = 0; r < 2; ++r) limit[r] = (state.reference[r] + Fast32::SLACK) * reciprocal_fast(scale), low = low | !(limit[r] >= 0.0f);
+            const bool large = state.is_large();
+            careful = low | large;
             if (large) {  // see SoftmaxState::weigh
 #pragma unroll
                 for (int nt = 0; nt < C::N / 8; ++nt)
@@ -196,7 +205,7 @@ template <class C> struct Warpgroup {
             state.sum[r] += sum;
         }
         if constexpr (!FIRST) {
-            if (!raised) {  // to wait in either branch keeps the compiler from doing so before the weights are computed
+            if (!raise) {  // to wait in either branch keeps the compiler from doing so before the weights are computed
                 wgmma_wait<0>();
             } else {
                 wgmma_wait<0>();
@@ -204,6 +213,15 @@ template <class C> struct Warpgroup {
                 state.scale_row(O_rmem, 1, factor[1]);
             }
         }
+    }
+
+    // The lane's largest score of a row, if it is positive: such numbers are in the order of their bits, and integers have a maximum of
+    // three in one instruction.
+    __device__ __forceinline__ float positive_top(int r) const {
+        int top = 0;
+#pragma unroll
+        for (int nt = 0; nt < C::N / 8; ++nt) top = __vimax3_s32(top, __float_as_int(S_rmem[0][nt][2 * r]), __float_as_int(S_rmem[0][nt][2 * r + 1]));
+        return __int_as_float(top);
     }
 
     __device__ __forceinline__ void round() {

@@ -28,9 +28,14 @@ template <class C> struct Ring {
     __device__ __forceinline__ void wait_full() const { mbarrier_wait(full(), parity); }
     __device__ __forceinline__ void wait_empty() const { mbarrier_wait(empty(), parity ^ 1); }
 
-    // The warp is done with the stage. TOGETHER: its lanes are at one place anyhow, as after a wait for products.
-    template <bool TOGETHER = false> __device__ __forceinline__ void release() const {
-        if (!TOGETHER) __syncwarp();
-        if (thread_index() % 32 == 0) mbarrier_arrive(empty());
+    // The warp is done with the stage.
+    __device__ __forceinline__ void release() const {
+        __syncwarp();
+        release(thread_index() % 32 == 0);
+    }
+
+    // The same where its lanes are at one place anyhow, as after a wait for products: by one of them.
+    __device__ __forceinline__ void release(bool one) const {
+        if (one) mbarrier_arrive(empty());
     }
 };
