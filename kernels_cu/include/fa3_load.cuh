@@ -10,11 +10,10 @@ __device__ __forceinline__ void load_boxes(u32 smem, const TensorMap& map, int r
 }
 
 // Tile n of keys, or of values, of those of a tile of queries. With pages, it comes in boxes of PAGE_ROWS rows, all of which are in one page;
-// keys of which there are none come as 0. BAD: what the numbers of keys become whose page does not exist, as bits of two: NaN for keys, so
+// keys of which there are none come as 0. `head` is that of the keys. BAD: what the numbers of keys become whose page does not exist, as bits of two: NaN for keys, so
 // that the rows that see them become NaN, and 0 for values, so that others do not.
 template <class C, class Tile, u32 BAD> __device__ __forceinline__ void load_keys(
-    const Fa3Params& p, const TensorMap& map, const QueryTile<C>& tile, int n, u32 smem, u32 barrier_smem) {
-    const int head = tile.head / p.prefill.group;
+    const Fa3Params& p, const TensorMap& map, const QueryTile<C>& tile, int head, int n, u32 smem, u32 barrier_smem) {
     if constexpr (C::PAGE_ROWS == 0) {
         mbarrier_expect(barrier_smem, Tile::BYTES);
         load_boxes<Tile>(smem, map, tile.seq.k_begin + n * C::N, head, p.prefill.cu_seqlens_k ? 0 : tile.batch, barrier_smem);
@@ -51,9 +50,10 @@ template <class C> __device__ __forceinline__ void load_queries_and_keys(const F
     while (queue.next(work, seq)) {
         slots.put(work, seq);
         const QueryTile<C> tile(p.prefill, work.batch, work.head, work.m_tile * C::M, seq);
+        const int head = work.head / p.prefill.group;
         for (int n = tile.last; n >= tile.first; --n) {
             keys.wait_empty();
-            load_keys<C, typename C::KTile, 0x7fff7fff>(p, p.k_map, tile, n, keys.stage_smem(), keys.full());
+            load_keys<C, typename C::KTile, 0x7fff7fff>(p, p.k_map, tile, head, n, keys.stage_smem(), keys.full());
             keys.advance();
             if (n != tile.last) continue;
             queries.wait_empty();
@@ -80,12 +80,13 @@ template <class C> __device__ __forceinline__ void load_values(const Fa3Params& 
         const QueryTile<C> tile = slots.read(p.prefill);
         if (tile.batch < 0) break;
         slots.done();
+        const int head = tile.head / p.prefill.group;
         const bool goes_on = C::PAGE_ROWS > 0 || tile.seq.k_begin + tile.seq.kv_length < p.prefill.k_rows;
         for (int n = tile.last; n >= tile.first; --n) {
             const int begin = tile.seq.kv_start - n * C::N, end = tile.seq.kv_length - n * C::N;  // rows of the tile that are the sequence's
             const bool clear = begin > 0 || (goes_on && end < C::N);
             values.wait_empty();
-            if (lane == 0) load_keys<C, V, 0>(p, p.v_map, tile, n, values.stage_smem(), clear ? tail.full() : values.full());
+            if (lane == 0) load_keys<C, V, 0>(p, p.v_map, tile, head, n, values.stage_smem(), clear ? tail.full() : values.full());
             if (clear) {
                 tail.wait_full();
                 tail.advance();

@@ -41,17 +41,16 @@ template <class C> struct Warpgroup {
             for (int c = 0; c < 4; ++c) O_rmem[0][ot][c] = 0.0f;
         if (tile.last < tile.first) return true;
         // Tiles of keys that the mask cuts come first and, with a window, last; in a loop of their own the others do not pay for it. Those
-        // that none of these 64 rows sees are for the other warpgroups.
+        // to the right of all that these 64 rows see are for the other warpgroups.
         const int position = first_row(tile) + tile.seq.position;
         const KeyRange any = tile.visible.of_any(position, position + 63), all = tile.visible.of_all(position, position + 63);
-        const bool none = any.empty() || first_row(tile) >= tile.seq.q_length;
-        const int last = none ? tile.first - 1 : (any.end - 1) / C::N, first = none ? tile.first : any.begin / C::N;
+        const bool none = any.empty() | (first_row(tile) >= tile.seq.q_length);
+        const int first = tile.first, last = none ? first - 1 : (any.end - 1) / C::N;
         const int whole_end = max(all.end, 0) / C::N, whole_first = (all.begin + C::N - 1) / C::N;
-        int n = tile.last;
-#pragma unroll 1
-        for (; n > last; --n) pass();
+        pass(warp_register(tile.last - last));
         queries.wait_full();
         if (!none) {
+            int n = last;
             first_keys(tile, n, n >= whole_end || n < whole_first, first);
             --n;
             for (int masked = max(first, whole_end); n >= first; masked = first) {
@@ -65,8 +64,6 @@ template <class C> struct Warpgroup {
             queries.release(lead);
         }
         queries.advance();
-#pragma unroll 1
-        for (; n >= tile.first; --n) pass();
         return true;
     }
 
@@ -78,23 +75,29 @@ template <class C> struct Warpgroup {
         if (C::TURNS) block_barrier_arrive<256>(number + 1 == C::WARPGROUPS ? 1 : number + 2);
     }
 
-    // A tile of keys that concerns other warpgroups.
-    __device__ __forceinline__ void pass() {
-        keys.wait_full();
-        begin_turn();
-        end_turn();
-        keys.release(lead);
-        keys.advance();
-        values.wait_full();
-        values.release(lead);
-        values.advance();
+    // So many tiles of keys that concern other warpgroups.
+    __device__ __forceinline__ void pass(int count) {
+        auto k = keys;
+        auto v = values;
+#pragma unroll 1
+        for (int i = 0; i < count; ++i) {
+            k.wait_full();
+            begin_turn();
+            end_turn();
+            k.release(lead);
+            k.advance();
+            v.wait_full();
+            v.release(lead);
+            v.advance();
+        }
+        keys.skip(count);
+        values.skip(count);
     }
 
     __device__ __forceinline__ void first_keys(const QueryTile<C>& tile, int n, bool masked, int first) {
-        const u32 K_smem = uniform(keys.stage_smem());
         keys.wait_full();
         begin_turn();
-        scores(K_smem);
+        scores();
         end_turn();
         wgmma_wait<0>();
         done_with_keys(n == first);
@@ -105,12 +108,11 @@ template <class C> struct Warpgroup {
 
     // A tile of keys; the values of the one before run while softmax does.
     template <bool MASKED> __device__ __forceinline__ void next_keys(const QueryTile<C>& tile, int n, int first) {
-        const u32 K_smem = uniform(keys.stage_smem()), V_smem = uniform(values.stage_smem());
         keys.wait_full();
-        values.wait_full();  // which were asked for before; no thread may branch between products
         begin_turn();
-        scores(K_smem);
-        add_values(V_smem);
+        scores();
+        values.wait_full();
+        add_values();
         end_turn();
         wgmma_wait<1>();
         done_with_keys(n == first);
@@ -124,7 +126,7 @@ template <class C> struct Warpgroup {
     __device__ __forceinline__ void last_values() {
         values.wait_full();
         wgmma_fence();
-        add_values(uniform(values.stage_smem()));
+        add_values();
         wgmma_wait<0>();
         values.release(lead);
         values.advance();
@@ -137,12 +139,12 @@ template <class C> struct Warpgroup {
     }
 
     // S = Q K^T
-    __device__ __forceinline__ void scores(u32 K_smem) {
+    __device__ __forceinline__ void scores() {
         using Q = typename C::QTile;
         using K = typename C::KTile;
         constexpr int PER_BLOCK = K::BLOCK / 16;
-        const WgmmaMatrix<Q> q(uniform(queries.smem + number * Q::BYTES));
-        const WgmmaMatrix<K> k(K_smem);
+        const WgmmaMatrix<Q> q(queries.smem + number * Q::BYTES);
+        const WgmmaMatrix<K> k(keys.stage_smem());
         wgmma_fence();
 #pragma unroll
         for (int i = 0; i < C::DQK / 16; ++i) {
@@ -153,9 +155,9 @@ template <class C> struct Warpgroup {
     }
 
     // O += P V
-    __device__ __forceinline__ void add_values(u32 V_smem) {
+    __device__ __forceinline__ void add_values() {
         using V = typename C::VTile;
-        const WgmmaMatrix<V> v(V_smem);
+        const WgmmaMatrix<V> v(values.stage_smem());
 #pragma unroll
         for (int k = 0; k < C::N / 16; ++k) wgmma_rs(In(), Columns<C::DV>(), O_rmem[0], P_rmem[k], v.at(k * 16 * V::ROW_BYTES), true);
         wgmma_commit();

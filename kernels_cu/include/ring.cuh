@@ -15,6 +15,13 @@ template <class C> struct Ring {
         if (++stage == C::STAGES) stage = 0, parity ^= 1;
     }
 
+    // So many stages further, by arithmetic: from a loop the compiler would not know that all threads are at the same one.
+    __device__ __forceinline__ void skip(int count) {
+        stage += count;
+        parity ^= stage / C::STAGES & 1;
+        stage %= C::STAGES;
+    }
+
     // By one thread, before the others come; so many arrivals make a stage full, and empty.
     __device__ __forceinline__ void init(int loads, int works) const {
         for (Ring r = *this; r.parity == 0; r.advance()) {
