@@ -45,7 +45,7 @@ from fuzz import LONGEST, Example, Kind, examples, kinds  # noqa: E402
 MOST_INSTANCES = 150
 SHRINK_SECONDS = 10.0
 EMULATED_LONGEST = 150
-DECLINED = {"naive": "cuBLAS needs|no scale of 0", "fa3": "strides"}  # reasons that depend on more than a kind
+DECLINED = {"naive": "cuBLAS needs|no scale of 0", "fa3": "it loads boxes"}  # reasons that depend on more than a kind
 
 
 # --- which kernels -----------------------------------------------------------------------------------------------------

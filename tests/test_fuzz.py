@@ -45,7 +45,7 @@ def test_problems_of_all_kinds(target: Target) -> None:
         try:
             fuzz_check.examine(e, target)
         except NoBackendError as reason:
-            if target.kernel != "fa3" or "strides" not in str(reason):
+            if target.kernel != "fa3" or "it loads boxes" not in str(reason):
                 raise
 
     examine()
@@ -81,7 +81,11 @@ def test_examples_are_of_their_kind() -> None:
     @given(fuzz.examples(KINDS, longest=200, naive=0, hopper=30))
     def collect(e: Example) -> None:
         problem = fuzz_check.emulated(fuzz_check.build(e))
-        assert cuda.decline(problem, e.kernel) is None
+        reason = cuda.decline(problem, e.kernel)
+        if e.kernel == "fa3" and reason is not None:
+            assert "it loads boxes" in reason
+            return
+        assert reason is None
         if cuda._grid(problem, cuda.instance(problem, H200, e.kernel)) and problem.k.array.size:
             width = structs.copy_bytes((problem.q, problem.k, problem.v))  # 2 stands for any strides
             assert max(width, e.kind.itemsize) == e.kind.load
