@@ -11,7 +11,7 @@ import compare
 import devices
 import numpy as np
 import pytest
-from case import BF16, F16, F32
+from case import BF16, F16, F32, case, causal, fixed
 from cases import Target
 from hard import normal
 
@@ -56,8 +56,8 @@ def there(*arrays: np.ndarray) -> list[Any]:
 @of_each_dtype
 @pytest.mark.parametrize("d", SIZES)
 def test_every_head_size_that_can_be_copied_in_boxes(d, dtype):
-    for causal in (False, True):
-        assert_right(*inputs((2, 150, 210, 4, 2), d, d, dtype), causal=causal)
+    for is_causal in (False, True):
+        assert_right(*inputs((2, 150, 210, 4, 2), d, d, dtype), causal=is_causal)
 
 
 @of_each_dtype
@@ -91,9 +91,9 @@ def test_edges_of_tiles(options, d, dtype):
 
 @of_each_dtype
 @pytest.mark.parametrize(("hq", "hkv"), [(6, 1), (7, 1), (8, 2), (5, 5), (12, 4)])
-@pytest.mark.parametrize("causal", [False, True])
-def test_grouped_heads(causal, hq, hkv, dtype):
-    assert_right(*inputs((2, 200, 300, hq, hkv), 128, 128, dtype), causal=causal)
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_grouped_heads(is_causal, hq, hkv, dtype):
+    assert_right(*inputs((2, 200, 300, hq, hkv), 128, 128, dtype), causal=is_causal)
 
 
 @of_each_dtype
@@ -118,18 +118,32 @@ def test_keys_that_no_row_may_see_hold_garbage(filler, options, d, dtype):
 
 @of_each_dtype
 @pytest.mark.parametrize("d", [64, 128, 192])
-@pytest.mark.parametrize("causal", [False, True])
-def test_packed_sequences(causal, d, dtype):
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_packed_sequences(is_causal, d, dtype):
     """Of which some have no queries, some no keys, and between which tiles of others lie; spare rows hold NaN."""
     rows, keys, heads = (300, 1, 0, 129, 7), (300, 5, 70, 400, 0), 4
     q, k, v = (normal(n, (sum(of) + 9, h, d), dtype) for n, (of, h) in enumerate(((rows, heads), (keys, 2), (keys, 2))))
     for a in (q, k, v):
         a[-9:] = np.nan
     cu_q, cu_k = map(calls.cumulative, (rows, keys))
-    want = compare.expect([build_varlen(q, k, v, cu_q, cu_k, causal=causal)])
-    out, lse = attend(q, k, v, cu_q, cu_k, function=cuflash.attention_varlen, causal=causal)
+    want = compare.expect([build_varlen(q, k, v, cu_q, cu_k, causal=is_causal)])
+    out, lse = attend(q, k, v, cu_q, cu_k, function=cuflash.attention_varlen, causal=is_causal)
     compare.assert_close(out, want.out[0], want.out_bound, "out")
     compare.assert_close(lse, want.lse[0], want.lse_bound, "lse")
+
+
+@of_each_dtype
+@pytest.mark.parametrize("size", [16, 64, 128, 256, 48])
+@pytest.mark.parametrize("d", [64, 128, 192, 256])
+@pytest.mark.parametrize("layout", ["BSHD", "BHSD"])
+def test_pages_whose_rows_boxes_can_hold(layout, d, size, dtype):
+    """At random places; unused rows and pages hold NaN, unused entries of the table name no page."""
+    for builders in ((), (causal,), (fixed(window=(150, 0)),)):
+        numbers = f"4,200,400,4,2,{d}"
+        of_pages = case(f"fa3-pages-{d}-{size}", numbers, *builders, page_size=size, layout=layout, kv_lengths=(400, 1, 177, 0))
+        call = calls.present(of_pages, dtype)
+        calls.run(call, FA3)
+        calls.check(call, calls.expected(of_pages, dtype))
 
 
 @of_each_dtype
