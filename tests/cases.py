@@ -61,7 +61,7 @@ ABSENT: dict[str, dict[str, str]] = {
         **WIDER, "float32 to float64": "float32 arrays with float64 results",
     },
     "cuda/fa3": {
-        **{name: f"it has no {name}" for name in ("alibi_slopes", "bias", "mask", "page_table")},
+        **{name: f"it has no {name}" for name in ("alibi_slopes", "bias", "mask")},
         **{name: f"{name} is not part" for name in ("score_mod", "mask_mod", "num_splits")},
         **{dtype: f"{dtype} arrays; it takes float16" for dtype in ("float32", "float64")},
         "sqdist": "score='sqdist' is not part", "strides": "it loads boxes",

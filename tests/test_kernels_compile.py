@@ -9,7 +9,7 @@ import re
 
 import pytest
 from cuflash import jit
-from cuflash.backends import cuda, cuda_append, cuda_decode, cuda_fa1, cuda_fp, cuda_merge, cuda_pages, cuda_parts
+from cuflash.backends import cuda, cuda_append, cuda_decode, cuda_fa1, cuda_fa3, cuda_fp, cuda_merge, cuda_pages, cuda_parts
 
 pytestmark = pytest.mark.skipif(jit.why_unusable() is not None, reason=f"kernels cannot be compiled here: {jit.why_unusable()}")
 
@@ -48,7 +48,8 @@ def compile_all(arch: str, instances: list[cuda.AnyInstance]) -> None:
 
 def every(arch: str) -> list[cuda.AnyInstance]:
     info = cuda.representative(arch)
-    return [*cuda.common(arch), *cuda_fp.common(info), *cuda_parts.common(info), *cuda_fa1.common(info), *cuda_decode.common(info)]
+    modules = cuda_fp, cuda_parts, cuda_fa1, cuda_fa3, cuda_decode
+    return [*cuda.common(arch), *(instance for module in modules for instance in module.common(info))]
 
 
 @pytest.mark.slow

@@ -365,10 +365,14 @@ def test_results_and_accesses(emulator, name):
         compare.assert_same_bits(first, other)
 
 
+ON = (H200, "fa2"), (T4, "fa2"), (H200, "fa3")
+IDS = [f"{gpu.name}-{kernel}" for gpu, kernel in ON]
+
+
 @pytest.mark.parametrize("name", ["kv_lengths", "kv_start", "cu_seqlens_q", "cu_seqlens_k"])
-@pytest.mark.parametrize("gpu", [H200, T4], ids=lambda gpu: gpu.name)
+@pytest.mark.parametrize(("gpu", "kernel"), ON, ids=IDS)
 @pytest.mark.parametrize("width", [np.int32, np.int64])
-def test_index_arrays_are_clamped(emulator, width, gpu, name):
+def test_index_arrays_are_clamped(emulator, width, gpu, kernel, name):
     """What a GPU holds is not checked beforehand: the kernel reads and writes inside the arrays whatever it says."""
     rng = np.random.default_rng(0)
     q, k, v = (rng.standard_normal((90, 2, 16)).astype(F16) for _ in range(3))
@@ -377,8 +381,9 @@ def test_index_arrays_are_clamped(emulator, width, gpu, name):
     problem = problems.with_outputs(plain, out, lse, True, "BSHD", 3)[0]
     bad = {"kv_lengths": [10**12, -3], "kv_start": [-(10**12), 41], "cu_seqlens_q": [-5, 40, 90], "cu_seqlens_k": [50, 10**10, -1]}
     numbers = np.clip(bad[name], np.iinfo(width).min, np.iinfo(width).max).astype(width)
+    chosen = emulate.chosen(problem, gpu, kernel)
     for side in ("end", "start"):
-        emulator.run(problem.replace(**{name: numbers}), gpu, side=side)
+        emulator.run(problem.replace(**{name: numbers}), gpu, chosen, side)
     if name != "cu_seqlens_k":  # like 0 and an empty sequence, like all keys of the sequence and none, and like the right number
         right = {"kv_start": [0, 40], "kv_lengths": [50, 0], "cu_seqlens_q": [0, 40, 90]}
         clamped = plain.replace(**{name: np.array(right[name])})
@@ -387,7 +392,9 @@ def test_index_arrays_are_clamped(emulator, width, gpu, name):
         compare.assert_close(lse, want.lse[0], want.lse_bound, "lse")
 
 
-def check_bad_pages(emulator: emulate.Emulator, gpu: device.DeviceInfo, page_size: int, dtype: np.dtype) -> None:
+def check_bad_pages(
+    emulator: emulate.Emulator, gpu: device.DeviceInfo, page_size: int, dtype: np.dtype, kernel: str = "fa2",
+) -> None:
     """Rows that see a key of such a page become NaN, others stay as they were; lengths beyond the table count as its capacity."""
     rng = np.random.default_rng(page_size)
     keys, slots = 96, 96 // page_size
@@ -408,13 +415,15 @@ def check_bad_pages(emulator: emulate.Emulator, gpu: device.DeviceInfo, page_siz
     k[hidden] = np.nan
     want = compare.expect([problems.build_attention(q, k, np.where(hidden[..., None, None], dtype.type(0), v), window=(40, 0))])
     assert 0 < np.isnan(want.lse[0]).sum() < want.lse[0].size
+    broken_problem = problem.replace(page_table=broken, kv_lengths=np.array([10**12, keys]))
     for side in ("end", "start"):
-        emulator.run(problem.replace(page_table=broken, kv_lengths=np.array([10**12, keys])), gpu, side=side)
+        emulator.run(broken_problem, gpu, emulate.chosen(problem, gpu, kernel), side)
         compare.assert_close(out, want.out[0], want.out_bound, "out")
         compare.assert_close(lse, want.lse[0], want.lse_bound, "lse")
 
 
-@pytest.mark.parametrize("page_size", [1, 3, 16])
-@pytest.mark.parametrize("gpu", [H200, T4], ids=lambda gpu: gpu.name)
-def test_bad_pages_are_not_followed(emulator, gpu, page_size):
-    check_bad_pages(emulator, gpu, page_size, F16)
+@pytest.mark.parametrize(
+    ("gpu", "kernel", "page_size"), [*((gpu, "fa2", n) for gpu in (H200, T4) for n in (1, 3, 16)), (H200, "fa3", 16), (H200, "fa3", 48)],
+)
+def test_bad_pages_are_not_followed(emulator, gpu, kernel, page_size):
+    check_bad_pages(emulator, gpu, page_size, F16, kernel)

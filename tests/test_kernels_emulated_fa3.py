@@ -2,27 +2,164 @@
 
 from __future__ import annotations
 
-import dataclasses
-import itertools
-from typing import NamedTuple
+from collections.abc import Iterator
 
+import compare
 import numpy as np
 import pytest
-from case import BF16, F16, Case, alibi, case, causal, fixed, sinks, upper_left
-from cuflash import tiles, tiles_fa3
-from cuflash.backends import cuda, cuda_fa3
+from case import BF16, F16, Case, Packed, case, causal, fixed, sinks, upper_left
+from cases import CASES, Target, absent
+from cuflash import arrays, tiles, tiles_fa3
+from cuflash import problem as problems
+from cuflash.backends import cuda
+from cuflash.backends.cuda_instance import MASK_LEFT, MASK_LENGTH, MASK_RIGHT
 from emulator import emulate
-from test_kernels_emulated import H200, Run, of_arrays, of_case
+from test_kernels_emulated import (
+    H200, Run, distant_logits, large_logits, no_query, not_finite_values, of_arrays, of_case, pages_not_filled, with_value,
+)
 
-KINDS = {"full": (), "causal": (causal,), "window": (fixed(window=(150, 3)),), "softcap": (causal, fixed(softcap=3.0))}
+FA3 = Target("cuda", "fa3")
+GRIDS = (1, 2, 3)  # blocks, fewer than the GPU has: each takes several tiles, one after the other
+WINDOW = fixed(window=(150, 3))
+
+# Name -> options of a case, and what tiles_fa3.py asks: the kind of mask, whether there is a softcap.
+KINDS = {
+    "full": ((), MASK_LENGTH, False), "causal": ((causal,), MASK_RIGHT, False), "window": ((WINDOW,), MASK_LEFT | MASK_RIGHT, False),
+    "softcap": ((causal, fixed(softcap=3.0)), MASK_RIGHT, True),
+}
+HEADS = (*((d, d) for d in tiles.HEAD_CLASSES), (192, 128), (64, 256), (256, 32))
 
 
-class Fa3Run(NamedTuple):
-    """Of fewer blocks than the GPU has: each takes several tiles, one after the other."""
+def tile_runs() -> Iterator[Run]:
+    """Each tile of the table for each kind: two tiles of rows and a few more, three of keys; every other one with padded columns."""
+    for n, (d, dv) in enumerate(HEADS):
+        for kind, (options, mask, scored) in KINDS.items():
+            for pages in (0, 48) if kind == "causal" else (0,):
+                tile = tiles_fa3.prefill_fa3(d, dv, mask, scored, pages > 0, H200)
+                rows, keys = 2 * tile.m + 5, 2 * tile.n + 9
+                name = f"tile-{d}-{dv}-m{tile.m}n{tile.n}-{kind}"
+                shape = f"1,{rows},{max(rows, keys)},2,1,{d - 8 * (n % 2)},{dv - 8 * (n % 2)}"
+                made = case(name, shape, *options)
+                if pages:
+                    made = case(f"{name}-pages", shape, *options, page_size=pages, kv_lengths=(max(rows, keys),))
+                yield of_case(made, (F16, BF16)[n % 2], H200)
 
-    run: Run
-    grid: int
+
+FURTHER = (
+    # Tiles and what is left of them.
+    *(case(f"keys-{n}", f"1,70,{n},2,1,64") for n in (1, 15, 127, 128, 129, 256, 513)),
+    *(case(f"keys-{n}-causal-128", f"1,{n},{n},1,1,128", causal) for n in (127, 128, 129, 257)),
+    *(case(f"rows-{n}", f"1,{n},200,2,1,64", causal) for n in (1, 63, 65, 191, 193, 385)),
+    *(case(f"upper-left-{n}", f"1,300,{n},2,1,128", upper_left) for n in (70, 300, 500)),
+    case("groups-of-rows-that-see-nothing", "1,400,100,1,1,64", causal),
+    case("windows-between-tiles", "1,500,500,1,1,64", fixed(window=(20, 0))),
+    case("windows-right", "1,300,700,1,1,128", fixed(window=(-1, 40))),
+    # Memory.
+    *(case(f"lengths-{'-'.join(map(str, n))}", "2,200,300,2,1,64", causal, kv_lengths=n) for n in ((300, 77), (128, 256), (0, 1))),
+    case("starts", "3,200,300,2,1,64", kv_lengths=(300, 280, 200), kv_start=(129, 3, 200)),
+    case("starts-sinks-window", "2,200,300,4,2,96", sinks, WINDOW, kv_lengths=(300, 250), kv_start=(129, 3)),
+    case("heads-first", "2,140,200,4,2,80", causal, layout="BHSD"),
+    case("packed", "4,300,300,2,1,64", causal, packed=Packed((300, 1, 193, 76), (300, 64, 200, 1))),
+    case("packed-slack", "3,200,300,4,2,128", sinks, packed=Packed((3, 0, 200), (70, 2, 300), slack=(6, 4))),
+    # Pages.
+    *(case(f"pages-of-{n}", "3,200,300,2,1,64", causal, page_size=n, kv_lengths=(300, 131, 1)) for n in (16, 48, 64, 128, 256)),
+    case("pages-128", "2,140,400,4,2,128", page_size=32, kv_lengths=(400, 77), kv_start=(33, 70)),
+    case("pages-256-window", "2,140,300,2,1,256", WINDOW, page_size=16, kv_lengths=(300, 170)),
+    # Logits.
+    *(case(f"softcap-{cap}", "1,200,330,2,1,64", fixed(softcap=cap)) for cap in (0.5, 30.0)),
+    case("scale-0", "1,200,300,2,1,64", causal, fixed(scale=0.0)),
+    case("scale-negative", "1,200,300,2,1,128", causal, fixed(scale=-0.5)),
+    case("bfloat16-results", "1,200,300,2,1,64", fixed(out_dtype=BF16)),
+)
 
 
-def runs_of(c: Case, dtype: np.dtype, grid: int = 2) -> Fa3Run:
-    return Fa3Run(of_case(c, dtype, H200), grid)
+def kind_runs() -> Iterator[Run]:
+    """All cases of the conformance suite that the kernel takes, and some more."""
+    for n, c in enumerate((*CASES, *FURTHER)):
+        if F16 not in c.dtypes or c.decode:
+            continue
+        options: dict[str, object] = {}
+        for builder in c.options:
+            options.update(builder(c.rng(), c.shape, F16))
+        if set(absent(FA3, F16, options | {"packed": c.packed})) <= {"it loads boxes"}:  # which is seen when there are arrays
+            yield of_case(c, BF16 if n % 2 and "out_dtype" not in options else F16, H200)
+
+
+def hard_runs() -> Iterator[Run]:
+    for dtype in (F16, BF16):
+        for d in (40, 64, 128, 256):
+            yield of_arrays(f"not-finite-values-causal-{d}", H200, lambda d=d, t=dtype: not_finite_values(d, t), causal=True)
+        for name, options in (("sinks", {"sinks": [0.5]}), ("softcap", {"softcap": 3.0}), ("scale", {"scale": 0.0})):
+            arrays = not_finite_values(64, dtype)
+            yield of_arrays(f"not-finite-values-{name}-{dtype.name}", H200, lambda a=arrays: a, window=(20, 10), **options)
+        arrays, options = pages_not_filled(dtype)
+        yield of_arrays(f"pages-not-filled-{dtype.name}", H200, lambda a=arrays: a, **options)
+        for softcap in (2e-38, 1e36):
+            yield of_arrays(f"softcap-{softcap}-{dtype.name}", H200, lambda t=dtype: no_query(t), softcap=softcap, scale=0.125)
+    yield of_arrays("nan-query", H200, lambda: with_value(0, 7, np.nan), causal=True)
+    yield of_arrays("nan-key", H200, lambda: with_value(1, 100, np.nan), causal=True)
+    for value in (np.nan, np.inf, -np.inf):
+        yield of_arrays(f"key-{value}", H200, lambda x=value: with_value(1, 60, x), causal=True)
+        yield of_arrays(f"key-{value}-softcap", H200, lambda x=value: with_value(1, 60, x), softcap=30.0, window=(90, 5))
+    yield of_arrays("nan-query-no-keys", H200, lambda: with_value(0, 7, np.nan, keys=40), causal=True)
+    yield of_arrays("large-logits", H200, large_logits)
+    yield of_arrays("beside-rows-without-keys", H200, lambda: distant_logits(F16, 2000), causal=True, scale=100.0)
+
+
+RUNS = {run.name: run for runs in (tile_runs(), kind_runs(), hard_runs()) for run in runs}
+
+
+@pytest.fixture(scope="module")
+def emulator(request, tmp_path_factory):
+    def prepare(made, run):
+        problem = run.build()[0]
+        if cuda.decline(problem, "fa3") is None:
+            made.prepare(emulate.chosen(problem, run.gpu, "fa3"), run.gpu)
+
+    with emulate.compiling_ahead(request, tmp_path_factory, RUNS, prepare) as made:
+        yield made
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_results_and_accesses(emulator, name):
+    """The ends of all arrays at forbidden pages, or for every other run the beginnings."""
+    run = RUNS[name]
+    problem, check = run.build()
+    reason = cuda.decline(problem, "fa3")
+    if reason is not None:
+        assert "it loads boxes" in reason
+        return
+    for a in (problem.out, problem.lse):
+        a.array[...] = np.nan
+    chosen = emulate.chosen(problem, run.gpu, "fa3")
+    emulator.run(problem, run.gpu, chosen, "start" if len(name) % 2 else "end", grid=GRIDS[len(name) % 3])
+    check()
+
+
+def test_blocks_share_the_tiles_in_any_way(emulator):
+    """Results are those of one block, bit for bit."""
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal((2, 450, 2, 64)).astype(F16) for _ in range(3))
+    found = []
+    for grid in (1, 3, 12, 100):
+        out, lse = np.full(q.shape, np.nan, F16), np.full((2, 2, 450), np.nan, np.float32)
+        problem = problems.with_outputs(problems.build_attention(q, k, v, causal=True), out, lse, True, "BSHD", 4)[0]
+        emulator.run(problem, H200, emulate.chosen(problem, H200, "fa3"), grid=grid)
+        found.append((out.view(np.uint16), lse.view(np.uint32)))
+    assert all((a == b).all() for other in found[1:] for a, b in zip(found[0], other, strict=True))
+
+
+def test_packed_sequences_of_which_only_the_device_knows_the_longest(emulator):
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal((700, 2, 64)).astype(F16) for _ in range(3))
+    out, lse = np.full(q.shape, np.nan, F16), np.full((2, 700), np.nan, np.float32)
+    plain = problems.build_varlen(q, k, v, [0, 0, 400, 401, 690], [0, 100, 300, 500, 700], causal=True)
+    problem = problems.with_outputs(plain, out, lse, True, "BSHD", 3)[0]
+    on_device = {name: arrays.view(np.array(getattr(problem, name)), name) for name in ("cu_seqlens_q", "cu_seqlens_k")}
+    problem = problem.replace(seqlen_q=700, seqlen_k=700, **on_device)
+    chosen = emulate.chosen(problem, H200, "fa3")
+    assert chosen.flat
+    emulator.run(problem, H200, chosen, grid=2)
+    want = compare.expect([plain])
+    compare.assert_close(out, want.out[0], want.out_bound, "out")
+    compare.assert_close(lse, want.lse[0], want.lse_bound, "lse")

@@ -259,7 +259,9 @@ class Emulator:
             clear_blocks = -(-problem.q.shape[0] // cuda.CLEAR_ROWS)
         if blocks == clear_blocks == 0:
             return
-        inputs = {name: Guarded(a, side) for name in ("q", "k", "v", "bias", "mask") if (a := getattr(problem, name)) is not None}
+        boxes = isinstance(instance, cuda_fa3.Instance)
+        names = ("q", "k", "v", "bias", "mask")
+        inputs = {name: Guarded(a, side, aligned=boxes) for name in names if (a := getattr(problem, name)) is not None}
         results = {name: Guarded(a, side, writable=True) for name in ("out", "lse") if (a := getattr(problem, name)) is not None}
         small = {name: Guarded(arrays.view(value, name), side) for name, value in structs.small_arrays(problem).items()}
         small |= {name: Guarded(getattr(problem, name), side) for name in problem.indices_on_device}
@@ -267,7 +269,7 @@ class Emulator:
         pointers = {name: a.view.pointer for name, a in small.items()}
         section = cuda._section(problem, instance, info)
         memory = {**inputs, **results, **small}
-        if isinstance(instance, cuda_fa3.Instance):
+        if boxes:
             memory["counter"] = Guarded(arrays.view(np.zeros(1, np.uint32), "counter"), side, writable=True)
             with tensor_maps():
                 params = cuda_fa3.pack(moved, instance, section, blocks, pointers, memory["counter"].view.pointer)

@@ -28,9 +28,11 @@ class Guarded:
         Which end of the array lies at a page without access. At the other one, up to a page around the array holds 0xff.
     writable : bool
         Else a write is a fault as well.
+    aligned : bool
+        Its address remains what it was modulo 16, though its size is not of whole 16-byte pieces.
     """
 
-    def __init__(self, array: ArrayView, side: Side, writable: bool = False):
+    def __init__(self, array: ArrayView, side: Side, writable: bool = False, aligned: bool = False):
         self.original = array
         first, last = arrays.byte_range(array)
         size = last - first
@@ -39,8 +41,9 @@ class Guarded:
         self.memory = np.frombuffer(self._map, np.uint8)
         self.memory[:] = _FILL
         # Memory of whole 16-byte pieces keeps its alignment; of anything else, no kernel can expect more than its size has.
-        off = first % 16 if size % 16 == 0 else 0
-        at = PAGE + off if side == "start" else (pages + 1) * PAGE - size - (-off % 16)
+        aligned = aligned or size % 16 == 0
+        off, at = first % 16 * aligned, (pages + 1) * PAGE - size
+        at = PAGE + off if side == "start" else at - (at - off) % 16 * aligned
         ctypes.memmove(self.memory.ctypes.data + at, first, size)
         base = self.memory.ctypes.data
         self.begin, self.end = base + at, base + at + size
