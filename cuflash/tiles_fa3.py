@@ -45,39 +45,48 @@ class Fa3Tile(NamedTuple):
         return tiles + 2 * 32 + 16 * (2 + 1 + 2 * self.stages + 1)  # slots of the tiles to come, barriers
 
 
+Starts = dict[int, Fa3Tile]  # query rows of the longest sequence -> the tile from so many on
+
+
 class Choice(NamedTuple):
     """Tiles without a band mask, with one side of it (causal), with both (window), and for score kinds other than the plain one."""
 
-    full: Fa3Tile
-    causal: Fa3Tile
-    window: Fa3Tile
-    scored: Fa3Tile
+    full: Starts
+    causal: Starts
+    window: Starts
+    scored: Starts
 
 
 # By the larger padded head size. A thread holds, of two query rows, N / 2 scores, N / 4 registers of weights and DV / 2 of O: it has 232
-# registers of two warpgroups, or 160 of three.
-_THREE, _TWO = Fa3Tile(3, 128), Fa3Tile(2, 128)
-_OF_192, _OF_256 = Fa3Tile(2, 96), Fa3Tile(2, 80)
+# registers of two warpgroups, 160 of three, 112 of four. More rows of a block read K and V less often; of short sequences, fewer fill the GPU.
+_TWO, _THREE = Fa3Tile(2, 128), Fa3Tile(3, 128)
+_OF_192, _OF_256 = Fa3Tile(2, 96), Fa3Tile(2, 64)
 PREFILL_FA3: dict[int, Choice] = {
-    32: Choice(_THREE, _THREE, _THREE, _TWO),
-    64: Choice(_THREE, _THREE, _THREE, _TWO),
-    96: Choice(_TWO, _TWO, _TWO, _TWO),
-    128: Choice(Fa3Tile(2, 176), _TWO, _TWO, _TWO),
-    160: Choice(Fa3Tile(2, 112), Fa3Tile(2, 112), _OF_192, _OF_192),
-    192: Choice(_OF_192, _OF_192, _OF_192, _OF_192),
-    256: Choice(_OF_256, _OF_256, Fa3Tile(2, 64), Fa3Tile(2, 64)),
+    32: Choice({0: _THREE}, {0: _THREE}, {0: _THREE}, {0: _TWO}),
+    64: Choice({0: _THREE}, {0: _THREE}, {0: _THREE}, {0: _TWO}),
+    96: Choice({0: _TWO}, {0: _TWO}, {0: _TWO}, {0: _TWO}),
+    128: Choice({0: _TWO, 1025: Fa3Tile(3, 80)}, {0: _TWO, 4097: Fa3Tile(3, 64)}, {0: _TWO}, {0: _TWO}),
+    160: Choice({0: Fa3Tile(2, 112)}, {0: Fa3Tile(2, 112)}, {0: _OF_192}, {0: _OF_192}),
+    192: Choice({0: _OF_192}, {0: _OF_192}, {0: _OF_192}, {0: _OF_192}),
+    256: Choice({0: _OF_256}, {0: _OF_256}, {0: _OF_256}, {0: _OF_256}),
 }
-NARROW_VALUES = Fa3Tile(2, 112)  # of heads of 192 with values of at most 128
+NARROW_VALUES = {0: Fa3Tile(2, 112)}  # of heads of 192 with values of at most 128
 
 
-def prefill_fa3(d: int, dv: int, mask: int, scored: bool, paged: bool, info: DeviceInfo) -> Fa3Tile | None:
-    """The tile for padded head sizes and a kind of mask (cuda_instance.py); None where the GPU has no instructions for it.
+def starts(d: int, dv: int, mask: int, scored: bool, paged: bool) -> Starts:
+    """The tiles for padded head sizes and a kind of mask (cuda_instance.py).
 
-    Keys in pages come in boxes, so that the multiples of 16 or 32 of windows suit them.
+    Keys in pages come in boxes of rows that a page and the tile have whole: those of windows suit them.
     """
-    if info.cc != (9, 0):
-        return None
     if d == 192 and dv <= 128 and not paged:
         return NARROW_VALUES
     choice = PREFILL_FA3[max(d, dv)]
     return choice.scored if scored else choice.window if paged else (choice.full, choice.causal, choice.window, choice.window)[mask]
+
+
+def prefill_fa3(d: int, dv: int, mask: int, scored: bool, paged: bool, rows: int, info: DeviceInfo) -> Fa3Tile | None:
+    """The tile for so many query rows of a sequence, at most; None where the GPU has no instructions for it."""
+    if info.cc != (9, 0):
+        return None
+    found = starts(d, dv, mask, scored, paged)
+    return found[max(start for start in found if start <= rows)]

@@ -132,9 +132,12 @@ def test_every_tile_fits(d, dv):
     for mask in (MASK_LENGTH, MASK_RIGHT, MASK_LEFT | MASK_RIGHT):
         for scored in (False, True):
             for paged in (False, True):
-                tile = tiles_fa3.prefill_fa3(d, dv, mask, scored, paged, H200)
-                assert tile.shared_memory(d, dv) <= H200.shared_memory_block and tile.n % 16 == 0 and tile.n <= tensor_map.MOST_BOX
-                assert tile.threads <= 1024 and not (paged and tile.n % 32 and d <= 192)
+                found = tiles_fa3.starts(d, dv, mask, scored, paged)
+                assert tiles_fa3.prefill_fa3(d, dv, mask, scored, paged, max(found), H200) == found[max(found)]
+                assert tiles_fa3.prefill_fa3(d, dv, mask, scored, paged, 0, H200) == found[0]
+                for tile in found.values():
+                    assert tile.shared_memory(d, dv) <= H200.shared_memory_block and tile.n % 16 == 0 and tile.n <= tensor_map.MOST_BOX
+                    assert not (paged and tile.n % 32)
 
 
 def test_names_of_its_instances_are_distinct():

@@ -18,6 +18,7 @@ from cuflash import device, tiles
 from cuflash import problem as problems
 from cuflash.backends import cuda
 from cuflash.tiles import Tile
+from cuflash.tiles_fa3 import Fa3Tile
 from cuflash.tiles_fp import FpTile
 from cuflash.types import Problem
 from emulator import emulate
@@ -37,14 +38,14 @@ class Run(NamedTuple):
     name: str
     gpu: device.DeviceInfo
     build: Callable[[], tuple[Problem, Callable[[], None]]]
-    tile: Tile | FpTile | None = None  # instead of the GPU's own
+    tile: Tile | FpTile | Fa3Tile | None = None  # instead of the GPU's own
 
-    def instance(self, problem: Problem) -> emulate.Instance:
-        instance = emulate.chosen(problem, self.gpu)
+    def instance(self, problem: Problem, kernel: str = "fa2") -> emulate.Instance:
+        instance = emulate.chosen(problem, self.gpu, kernel)
         return instance if self.tile is None else dataclasses.replace(instance, tile=self.tile)
 
 
-def of_case(c: Case, dtype: np.dtype, gpu: device.DeviceInfo, tile: Tile | FpTile | None = None) -> Run:
+def of_case(c: Case, dtype: np.dtype, gpu: device.DeviceInfo, tile: Tile | FpTile | Fa3Tile | None = None) -> Run:
     """A case of the conformance suite."""
 
     def build() -> tuple[Problem, Callable[[], None]]:

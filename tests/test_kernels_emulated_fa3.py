@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 
 import compare
@@ -33,16 +34,15 @@ HEADS = (*((d, d) for d in tiles.HEAD_CLASSES), (192, 128), (64, 256), (256, 32)
 def tile_runs() -> Iterator[Run]:
     """Each tile of the table for each kind: two tiles of rows and a few more, three of keys; every other one with padded columns."""
     for n, (d, dv) in enumerate(HEADS):
-        for kind, (options, mask, scored) in KINDS.items():
-            for pages in (0, 48) if kind == "causal" else (0,):
-                tile = tiles_fa3.prefill_fa3(d, dv, mask, scored, pages > 0, H200)
+        for (kind, (options, mask, scored)), pages in itertools.product(KINDS.items(), (0, 48)):
+            for tile in tiles_fa3.starts(d, dv, mask, scored, pages > 0).values() if not pages or kind == "causal" else ():
                 rows, keys = 2 * tile.m + 5, 2 * tile.n + 9
                 name = f"tile-{d}-{dv}-m{tile.m}n{tile.n}-{kind}"
                 shape = f"1,{rows},{max(rows, keys)},2,1,{d - 8 * (n % 2)},{dv - 8 * (n % 2)}"
                 made = case(name, shape, *options)
                 if pages:
                     made = case(f"{name}-pages", shape, *options, page_size=pages, kv_lengths=(max(rows, keys),))
-                yield of_case(made, (F16, BF16)[n % 2], H200)
+                yield of_case(made, (F16, BF16)[n % 2], H200, tile)
 
 
 FURTHER = (
@@ -114,7 +114,7 @@ def emulator(request, tmp_path_factory):
     def prepare(made, run):
         problem = run.build()[0]
         if cuda.decline(problem, "fa3") is None:
-            made.prepare(emulate.chosen(problem, run.gpu, "fa3"), run.gpu)
+            made.prepare(run.instance(problem, "fa3"), run.gpu)
 
     with emulate.compiling_ahead(request, tmp_path_factory, RUNS, prepare) as made:
         yield made
@@ -131,8 +131,7 @@ def test_results_and_accesses(emulator, name):
         return
     for a in (problem.out, problem.lse):
         a.array[...] = np.nan
-    chosen = emulate.chosen(problem, run.gpu, "fa3")
-    emulator.run(problem, run.gpu, chosen, "start" if len(name) % 2 else "end", grid=GRIDS[len(name) % 3])
+    emulator.run(problem, run.gpu, run.instance(problem, "fa3"), "start" if len(name) % 2 else "end", grid=GRIDS[len(name) % 3])
     check()
 
 

@@ -108,7 +108,8 @@ def _box(a: ArrayView, rows: int) -> tuple[int, tuple[int, ...], tuple[int, ...]
 def instance(problem: Problem, mask: int, score: int, flat: bool, info: DeviceInfo) -> Instance | None:
     """The kernel instance for these arrays, or None if the GPU has no instructions for it."""
     d, dv = tiles.head_class(problem.head_dim), tiles.head_class(problem.head_dim_v)
-    tile = tiles_fa3.prefill_fa3(d, dv, mask, score != SCORE_PLAIN, problem.paged, info)
+    longest = problem.q.shape[-3] // problem.batch if flat else problem.seqlen_q  # as far as is known
+    tile = tiles_fa3.prefill_fa3(d, dv, mask, score != SCORE_PLAIN, problem.paged, longest, info)
     if tile is None:
         return None
     rows = math.gcd(problem.page_size, tile.n) if problem.paged else 0
@@ -157,7 +158,7 @@ def prepare(steps: list[launch.Step], params: np.ndarray, addresses: int, device
 @functools.cache
 def common(info: DeviceInfo) -> tuple[Instance, ...]:
     """Equal head sizes, full, causal and windowed; and one of each rarer kind."""
-    return tuple(_common(info))
+    return tuple(dict.fromkeys(_common(info)))
 
 
 def _common(info: DeviceInfo) -> Iterator[Instance]:
@@ -167,26 +168,25 @@ def _common(info: DeviceInfo) -> Iterator[Instance]:
     def make(
         dtype: str, d: int, mask: int, score: int = SCORE_PLAIN, dv: int | None = None, out: str | None = None, page_size: int = 0,
         flat: bool = False,
-    ) -> Instance:
-        tile = tiles_fa3.prefill_fa3(d, dv or d, mask, score != SCORE_PLAIN, page_size > 0, info)
-        assert tile is not None
-        rows = math.gcd(page_size, tile.n) if page_size else 0
-        return Instance(dtype, out or dtype, d, dv or d, tile, mask, score, page_rows=rows, flat=flat)
+    ) -> Iterator[Instance]:
+        for tile in tiles_fa3.starts(d, dv or d, mask, score != SCORE_PLAIN, page_size > 0).values():
+            rows = math.gcd(page_size, tile.n) if page_size else 0
+            yield Instance(dtype, out or dtype, d, dv or d, tile, mask, score, page_rows=rows, flat=flat)
 
     for d in tiles.HEAD_CLASSES:
         for dtype in ("float16", "bfloat16"):
             for mask in (MASK_LENGTH, MASK_RIGHT):
-                yield make(dtype, d, mask)
-        yield make("bfloat16", d, MASK_RIGHT | MASK_LEFT)
-        yield make("float16", d, MASK_RIGHT | MASK_LEFT, SCORE_SOFTCAP)
+                yield from make(dtype, d, mask)
+        yield from make("bfloat16", d, MASK_RIGHT | MASK_LEFT)
+        yield from make("float16", d, MASK_RIGHT | MASK_LEFT, SCORE_SOFTCAP)
     for mask in (MASK_LENGTH, MASK_RIGHT):
-        yield make("bfloat16", 192, mask, dv=128)
+        yield from make("bfloat16", 192, mask, dv=128)
     for d in (64, 128):
-        yield make("float16", d, MASK_RIGHT, SCORE_SCALED)
-        yield make("bfloat16", d, MASK_RIGHT, SCORE_SOFTCAP)
-        yield make("float16", d, MASK_RIGHT, flat=True)
-        yield make("bfloat16", d, MASK_RIGHT, page_size=16)
+        yield from make("float16", d, MASK_RIGHT, SCORE_SCALED)
+        yield from make("bfloat16", d, MASK_RIGHT, SCORE_SOFTCAP)
+        yield from make("float16", d, MASK_RIGHT, flat=True)
+        yield from make("bfloat16", d, MASK_RIGHT, page_size=16)
     for d in tiles.HEAD_CLASSES:
-        yield make("bfloat16", d, MASK_RIGHT, page_size=64)
-        yield make("float16", d, MASK_RIGHT | MASK_LEFT, SCORE_SOFTCAP, page_size=64)
-    yield make("float16", 64, MASK_LENGTH, out="bfloat16")
+        yield from make("bfloat16", d, MASK_RIGHT, page_size=64)
+        yield from make("float16", d, MASK_RIGHT | MASK_LEFT, SCORE_SOFTCAP, page_size=64)
+    yield from make("float16", 64, MASK_LENGTH, out="bfloat16")

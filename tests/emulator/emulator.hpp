@@ -71,6 +71,7 @@ double tanh(double) noexcept;
 }
 template <class T> T min(T a, T b) { return b < a ? b : a; }
 template <class T> T max(T a, T b) { return a < b ? b : a; }
+inline int __vimax3_s32(int a, int b, int c) { return max(max(a, b), c); }
 inline float __fmul_rn(float a, float b) { return a * b; }  // the compiler is told not to fuse
 inline float __fmaf_rn(float a, float b, float c) { return fmaf(a, b, c); }
 inline double __dmul_rn(double a, double b) { return a * b; }
