@@ -16,6 +16,8 @@ pytestmark = pytest.mark.skipif(jit.why_unusable() is not None, reason=f"kernels
 WHOLE = ("sm_90a", "sm_80")  # all instances
 ONE_EACH = ("sm_75", "sm_86", "sm_89", "sm_100", "sm_120")
 REGISTERS_SM = 65536
+# Of prefill_fa3, whose threads that load have few registers: what they, and the others between tiles of queries, keep in memory.
+SPILLS_FA3 = 160  # bytes
 
 
 logs: dict[tuple[str, str], str] = {}
@@ -32,7 +34,8 @@ def check(arch: str, instance: cuda.AnyInstance, as_arch: str | None = None) -> 
     what = f"{instance.name} for {arch}:\n{text}"
     assert re.search(rf"Compiling entry function '{instance.name}'", text), what
     spilled = re.search(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", text)
-    assert spilled and spilled.groups() == ("0", "0", "0"), what
+    most = SPILLS_FA3 if instance.KERNEL == "prefill_fa3" else 0
+    assert spilled and max(map(int, spilled.groups())) <= most, what
     registers = int(re.search(r"Used (\d+) registers", text)[1])
     per_warp = -(-registers * 32 // 256) * 256  # registers are given to warps in units of 256
     assert per_warp * (instance.tile.threads // 32) * instance.tile.resident <= REGISTERS_SM, what
@@ -71,6 +74,11 @@ def test_one_instance_for_every_other_gpu(arch):
 def test_two_instances_of_fa1_for_every_other_gpu(arch, d):
     """Those of the two tiles that leave the fewest registers."""
     check(arch, next(i for i in cuda_fa1.common(cuda.representative(arch)) if i.d == d and i.mask == cuda.MASK_RIGHT))
+
+
+@pytest.mark.parametrize("arch", ["sm_80", *ONE_EACH])
+def test_fa3_is_for_one_architecture(arch):
+    assert not cuda_fa3.common(cuda.representative(arch))
 
 
 @pytest.mark.parametrize("arch", ONE_EACH)
@@ -124,4 +132,5 @@ def test_names_are_distinct_and_tell_the_tile():
     assert len(set(names)) == len(names)
     assert "prefill_fa1_bf16_d128_m32n128w4_causal" in names  # as tiles_fa1.py has it
     assert "prefill_fa2_bf16_d128_m128n64w4s2_causal" in names  # as tiles.py has it
+    assert "prefill_fa3_bf16_d128_m128n128s2_turns_causal" in names  # as tiles_fa3.py has it
     assert any(re.fullmatch(r"prefill_fp_fp64_dmma_d128_m\d+n\d+w\d+s\d_causal", name) for name in names)
