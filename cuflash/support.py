@@ -18,7 +18,7 @@ DTYPES = {
 E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
 ALL, NONE, LATER = "all", "-", "later"
 
-_BATCH, _KEYS, _HEADS, _DIM, _PAGE = 2, 8, 2, 16, 4
+_BATCH, _KEYS, _HEADS, _DIM, _PAGE = 2, 32, 2, 16, 16
 
 
 @dataclass(frozen=True)

@@ -140,6 +140,17 @@ def test_every_tile_fits(d, dv):
                     assert not (paged and tile.n % 32)
 
 
+def test_the_tile_is_chosen_by_the_length():
+    def tile(lengths, **options):
+        ends = np.cumsum([0, *lengths])
+        arrays_ = [np.zeros((ends[-1], 2, 128), F16) for _ in range(3)]
+        return cuda.instance(problems.build_varlen(*arrays_, ends, ends, **options), H200, "fa3").tile
+
+    found = tiles_fa3.starts(128, 128, MASK_LENGTH, False, False)
+    assert len(found) > 1 and all(tile([start, 1]) == tile_ for start, tile_ in found.items() if start)
+    assert {tile([n, 1], batch_invariant=True) for n in (1, max(found))} == {found[0]}  # what is beside a sequence does not matter
+
+
 def test_names_of_its_instances_are_distinct():
     names = [chosen.name for chosen in cuda_fa3.common(H200)]
     assert len(set(names)) == len(names) and "prefill_fa3_bf16_d128_m128n128s2_turns_causal" in names

@@ -108,12 +108,18 @@ def _box(a: ArrayView, rows: int) -> tuple[int, tuple[int, ...], tuple[int, ...]
 def instance(problem: Problem, mask: int, score: int, flat: bool, info: DeviceInfo) -> Instance | None:
     """The kernel instance for these arrays, or None if the GPU has no instructions for it."""
     d, dv = tiles.head_class(problem.head_dim), tiles.head_class(problem.head_dim_v)
-    longest = problem.q.shape[-3] // problem.batch if flat else problem.seqlen_q  # as far as is known
-    tile = tiles_fa3.prefill_fa3(d, dv, mask, score != SCORE_PLAIN, problem.paged, longest, info)
+    tile = tiles_fa3.prefill_fa3(d, dv, mask, score != SCORE_PLAIN, problem.paged, _rows(problem, flat), info)
     if tile is None:
         return None
     rows = math.gcd(problem.page_size, tile.n) if problem.paged else 0
     return Instance(name_of(problem.q.dtype), name_of(problem.out_dtype), d, dv, tile, mask, score, page_rows=rows, flat=flat)
+
+
+def _rows(problem: Problem, flat: bool) -> int:
+    """Query rows of a sequence by which its tile is chosen, as far as they are known."""
+    if problem.varlen and problem.batch_invariant:  # the tile decides on the order of sums
+        return 0
+    return problem.q.shape[-3] // problem.batch if flat else problem.seqlen_q
 
 
 def blocks(count: int, info: DeviceInfo) -> int:
