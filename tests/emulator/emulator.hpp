@@ -99,6 +99,7 @@ void __syncwarp();
 inline void __threadfence() {}  // blocks run one after the other
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
 unsigned __ballot_sync(unsigned, bool);
+unsigned __reduce_or_sync(unsigned, unsigned);
 float __shfl_xor_sync(unsigned, float, int);
 double __shfl_xor_sync(unsigned, double, int);
 unsigned __shfl_xor_sync(unsigned, unsigned, int);

@@ -41,6 +41,17 @@ unsigned __ballot_sync(unsigned, bool yes) {
     return threads[current].out[0];
 }
 
+unsigned __reduce_or_sync(unsigned, unsigned x) {
+    using namespace emulator;
+    threads[current].in[0] = x;
+    with_warp("__reduce_or_sync", [](Thread* lanes) {
+        unsigned all = 0;
+        for (int lane = 0; lane < WARP; ++lane) all |= lanes[lane].in[0];
+        for (int lane = 0; lane < WARP; ++lane) lanes[lane].out[0] = all;
+    });
+    return threads[current].out[0];
+}
+
 template <class T> static T exchanged(const char* name, T x, int from) {  // what lane `from` has
     using namespace emulator;
     constexpr int WORDS = sizeof(T) / 4;
