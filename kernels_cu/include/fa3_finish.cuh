@@ -24,33 +24,32 @@ template <class C> __device__ __forceinline__ void normalize(Warpgroup<C>& g, co
     }
 }
 
-template <class C> __device__ __forceinline__ void store(const Warpgroup<C>& g, const QueryTile<C>& tile) {
+// Rows of numbers are 16-byte pieces; see why_not_out in cuda_fa3.py. Whether a number is not finite that must perhaps be, see repair().
+template <class C> __device__ __forceinline__ bool store(const Warpgroup<C>& g, const QueryTile<C>& tile) {
     const PrefillParams& p = g.p;
     const int thread = thread_index(), q = thread % 4, first_row = g.first_row(tile) + thread % 128 / 32 * 16 + thread % 32 / 4;
+    float zero = 0.0f;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
         const int row = first_row + 8 * r;
         const bool here = row < tile.seq.q_length;
         const i64 at = tile.seq.q_begin + row;
-        u16* out = static_cast<u16*>(p.out) + tile.batch * p.out_stride.batch + at * p.out_stride.row + tile.head * p.out_stride.head;
+        u16* out = static_cast<u16*>(p.out) + tile.batch * p.out_stride.batch + at * p.out_stride.row + tile.head * p.out_stride.head + 8 * q;
 #pragma unroll
         for (int column = 0; column < C::DV; column += 32) {
             u32 x[4];
 #pragma unroll
-            for (int i = 0; i < 4; ++i)
-                x[i] = pack2<typename C::Out>(g.O_rmem[0][column / 8 + i][2 * r], g.O_rmem[0][column / 8 + i][2 * r + 1]);
-            transpose_quad(x, q);
-            const int own = column + 8 * q;
-            if (p.out_vector) {
-                if (here && own < p.head_dim_v) *reinterpret_cast<uint4*>(out + own) = make_uint4(x[0], x[1], x[2], x[3]);
-            } else {
-#pragma unroll
-                for (int i = 0; i < 8; ++i)
-                    if (here && own + i < p.head_dim_v) out[(own + i) * p.out_stride.column] = u16(x[i / 2] >> (i % 2 * 16));
+            for (int i = 0; i < 4; ++i) {
+                const float a = g.O_rmem[0][column / 8 + i][2 * r], b = g.O_rmem[0][column / 8 + i][2 * r + 1];
+                x[i] = pack2<typename C::Out>(a, b);
+                if (C::CUTS) zero = fmaf(a + b, 0.0f, zero);
             }
+            transpose_quad(x, q);
+            if (here && column + 8 * q < p.head_dim_v) *reinterpret_cast<uint4*>(out + column) = make_uint4(x[0], x[1], x[2], x[3]);
         }
         if (p.lse && here && q == 0)
             p.lse[tile.batch * p.lse_stride.batch + tile.head * p.lse_stride.head + at * p.lse_stride.row] =
                 g.state.finish(g.state.reference[r], g.state.sum[r]);
     }
+    return zero != 0.0f;
 }

@@ -57,24 +57,23 @@ template <class C> __device__ __forceinline__ void repair_row(
     }
 }
 
-// The rows of this warp, after they have been stored.
-template <class C> __device__ __forceinline__ void repair(const Warpgroup<C>& g, const QueryTile<C>& tile) {
-    if constexpr (C::MASK == MASK_LENGTH) return;  // all rows see the same keys
-    float zero[2] = {0.0f, 0.0f};
-#pragma unroll
-    for (int ot = 0; ot < C::DV / 8; ++ot)
-#pragma unroll
-        for (int c = 0; c < 4; ++c) zero[c / 2] = fmaf(g.O_rmem[0][ot][c], 0.0f, zero[c / 2]);
-    const u32 spoiled[2] = {__ballot_sync(0xffffffffu, zero[0] != 0.0f), __ballot_sync(0xffffffffu, zero[1] != 0.0f)};
-    if ((spoiled[0] | spoiled[1]) == 0) return;
-    __syncwarp();
+// The rows of this warp, after they have been stored, if one of them is spoiled.
+template <class C> __device__ __forceinline__ void repair(const Warpgroup<C>& g, const QueryTile<C>& tile, bool spoiled) {
+    if (!C::CUTS || !__any_sync(0xffffffffu, spoiled)) return;  // all rows see the same keys; or all is well
     const int first_row = g.first_row(tile) + thread_index() % 128 / 32 * 16;
 #pragma unroll 1
     for (int i = 0; i < 16; ++i) {
+        bool finite = true;
+#pragma unroll
+        for (int ot = 0; ot < C::DV / 8; ++ot)
+#pragma unroll
+            for (int c = 0; c < 4; ++c)
+                if (c / 2 == i / 8) finite = finite && fabsf(g.O_rmem[0][ot][c]) < infinity();
         const int lane = i % 8 * 4, row = first_row + i;
+        const u32 rows = __ballot_sync(0xffffffffu, finite);
         const float reference = __shfl_sync(0xffffffffu, i < 8 ? g.state.reference[0] : g.state.reference[1], lane);
         const float sum = __shfl_sync(0xffffffffu, i < 8 ? g.state.sum[0] : g.state.sum[1], lane);
-        const bool here = ((i < 8 ? spoiled[0] : spoiled[1]) >> lane & 15) != 0 && row < tile.seq.q_length;
-        if (here && sum == sum) repair_row<C>(g.p, tile, row, reference, sum);  // where a score is NaN, so is the row
+        const bool wrong = (rows >> lane & 15) != 15 && row < tile.seq.q_length && sum == sum;  // where a score is NaN, so is the row
+        if (wrong) repair_row<C>(g.p, tile, row, reference, sum);
     }
 }

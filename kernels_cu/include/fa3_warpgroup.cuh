@@ -143,7 +143,7 @@ template <class C> struct Warpgroup {
         using Q = typename C::QTile;
         using K = typename C::KTile;
         constexpr int PER_BLOCK = K::BLOCK / 16;
-        const WgmmaMatrix<Q> q(queries.smem + number * Q::BYTES);
+        const WgmmaMatrix<Q> q(queries.stage_smem() + number * Q::BYTES);
         const WgmmaMatrix<K> k(keys.stage_smem());
         wgmma_fence();
 #pragma unroll
