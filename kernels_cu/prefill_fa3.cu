@@ -6,12 +6,11 @@ template <int STAGES_, int BYTES, int BARRIERS> struct Stages {
     static constexpr int STAGES = STAGES_, STAGE_BYTES = BYTES, BARRIERS_SMEM = BARRIERS;
 };
 
-template <class In_, class Out_, int DQK_, int DV_, int WARPGROUPS_, int N_, int STAGES_, int Q_STAGES_, bool TURNS_, int MASK_, int SCORE_, int PAGE_ROWS_ = 0, bool FLAT_ = false>
+template <class In_, class Out_, int DQK_, int DV_, int WARPGROUPS_, int N_, int STAGES_, bool TURNS_, int MASK_, int SCORE_, int PAGE_ROWS_ = 0, bool FLAT_ = false>
 struct PrefillFa3 {
     using In = In_;
     using Out = Out_;
     static constexpr int DQK = DQK_, DV = DV_, N = N_, WARPGROUPS = WARPGROUPS_, M = 64 * WARPGROUPS, STAGES = STAGES_;
-    static constexpr int Q_STAGES = Q_STAGES_;  // tiles of queries in shared memory
     static constexpr int MASK = MASK_, SCORE = SCORE_;
     static constexpr int PAGE_ROWS = PAGE_ROWS_;  // rows of a box: page sizes are multiples of it; 0: there are no pages
     static_assert(PAGE_ROWS == 0 || (PAGE_ROWS % 16 == 0 && N % PAGE_ROWS == 0), "");
@@ -22,14 +21,14 @@ struct PrefillFa3 {
     using QTile = SmemTile<64, (DQK + 63) / 64 * 64>;  // of a warpgroup
     using KTile = SmemTile<N, (DQK + 63) / 64 * 64>;
     using VTile = SmemTile<N, (DV + 63) / 64 * 64>;
-    static constexpr int Q_SMEM = 0, Q_BYTES = WARPGROUPS * QTile::BYTES, K_SMEM = Q_SMEM + Q_STAGES * Q_BYTES, V_SMEM = K_SMEM + STAGES * KTile::BYTES;
+    static constexpr int Q_SMEM = 0, Q_BYTES = WARPGROUPS * QTile::BYTES, K_SMEM = Q_SMEM + Q_BYTES, V_SMEM = K_SMEM + STAGES * KTile::BYTES;
     static constexpr int SLOTS_SMEM = V_SMEM + STAGES * VTile::BYTES, BARRIERS_SMEM = SLOTS_SMEM + 2 * 32;
-    static constexpr int SMEM_BYTES = BARRIERS_SMEM + 16 * (2 + Q_STAGES + 2 * STAGES + 1);
+    static constexpr int SMEM_BYTES = BARRIERS_SMEM + 16 * (3 + 2 * STAGES + 1);
     using SlotStages = Stages<2, 32, BARRIERS_SMEM - SLOTS_SMEM>;
-    using QStages = Stages<Q_STAGES, Q_BYTES, BARRIERS_SMEM + 16 * 2 - Q_SMEM>;
-    using KStages = Stages<STAGES, KTile::BYTES, BARRIERS_SMEM + 16 * (2 + Q_STAGES) - K_SMEM>;
-    using VStages = Stages<STAGES, VTile::BYTES, BARRIERS_SMEM + 16 * (2 + Q_STAGES + STAGES) - V_SMEM>;
-    using TailStages = Stages<1, 0, BARRIERS_SMEM + 16 * (2 + Q_STAGES + 2 * STAGES) - V_SMEM>;
+    using QStages = Stages<1, Q_BYTES, BARRIERS_SMEM + 16 * 2 - Q_SMEM>;
+    using KStages = Stages<STAGES, KTile::BYTES, BARRIERS_SMEM + 16 * (3) - K_SMEM>;
+    using VStages = Stages<STAGES, VTile::BYTES, BARRIERS_SMEM + 16 * (3 + STAGES) - V_SMEM>;
+    using TailStages = Stages<1, 0, BARRIERS_SMEM + 16 * (3 + 2 * STAGES) - V_SMEM>;
     using Slots = TileSlots<PrefillFa3>;
 };
 
@@ -38,7 +37,7 @@ template <class C> __device__ __forceinline__ void prefill_fa3(const Fa3Params& 
     const int warpgroup = uniform(thread_index() / 128);
     if (thread_index() == 0) {
         constexpr int WARPS = 4 * C::WARPGROUPS;
-        typename C::Slots{smem + C::SLOTS_SMEM}.init(1, WARPS + 1);
+        typename C::Slots{smem + C::SLOTS_SMEM}.init(1, WARPS + 2);
         Ring<typename C::QStages>{smem + C::Q_SMEM}.init(1, WARPS);
         Ring<typename C::KStages>{smem + C::K_SMEM}.init(1, WARPS);
         Ring<typename C::VStages>{smem + C::V_SMEM}.init(1, WARPS);
@@ -47,8 +46,9 @@ template <class C> __device__ __forceinline__ void prefill_fa3(const Fa3Params& 
     __syncthreads();
     if (warpgroup == 0) {
         registers_lower<C::LOADER_REGISTERS>();
-        if (thread_index() == 0) load_queries_and_keys<C>(p, smem);
-        else if (thread_index() / 32 == 1) load_values<C>(p, smem);
+        if (thread_index() == 0) hand_out_tiles<C>(p, smem);
+        else if (thread_index() / 32 == 1) load_queries_and_keys<C>(p, smem);
+        else if (thread_index() / 32 == 2) load_values<C>(p, smem);
     } else {
         registers_raise<C::REGISTERS>();
         Warpgroup<C> group(p.prefill, warpgroup - 1, smem);

@@ -1,4 +1,4 @@
-// The threads of a block of prefill_fa3.cu that load: queries, keys and values come in boxes of tensor maps, 64 columns wide.
+// The warps of a block of prefill_fa3.cu that load: queries, keys and values come in boxes of tensor maps, 64 columns wide.
 #include "include/fa3_tile.cuh"
 
 // The rows from `row` on into a tile of shared memory; they complete on the barrier.
@@ -39,33 +39,43 @@ template <class C, class Tile, u32 BAD> __device__ __forceinline__ void load_key
     }
 }
 
-// By one thread: which tiles of queries there are, their rows, and their keys.
+// By one thread: which tiles of queries there are. It is ahead of the others, who need not wait for its divisions and its counting.
+template <class C> __device__ __forceinline__ void hand_out_tiles(const Fa3Params& p, u32 smem) {
+    typename C::Slots slots{smem + C::SLOTS_SMEM};
+    TileQueue<C> queue(p);
+    WorkItem work;
+    Sequence seq;
+    while (queue.next(work, seq)) slots.put(work, seq);
+    work.batch = -1;
+    slots.put(work, seq);
+}
+
+// By a warp: their rows, and their keys.
 template <class C> __device__ __forceinline__ void load_queries_and_keys(const Fa3Params& p, u32 smem) {
     typename C::Slots slots{smem + C::SLOTS_SMEM};
     Ring<typename C::QStages> queries{smem + C::Q_SMEM};
     Ring<typename C::KStages> keys{smem + C::K_SMEM};
-    TileQueue<C> queue(p);
-    WorkItem work;
-    Sequence seq;
-    while (queue.next(work, seq)) {
-        slots.put(work, seq);
-        const QueryTile<C> tile(p.prefill, work.batch, work.head, work.m_tile * C::M, seq);
-        const int head = work.head / p.prefill.group;
+    const bool lead = thread_index() % 32 == 0;
+    while (true) {
+        const QueryTile<C> tile = slots.read(p.prefill);
+        if (tile.batch < 0) break;
+        slots.done();
+        const int head = tile.head / p.prefill.group;
         for (int n = tile.last; n >= tile.first; --n) {
             keys.wait_empty();
-            load_keys<C, typename C::KTile, 0x7fff7fff>(p, p.k_map, tile, head, n, keys.stage_smem(), keys.full());
+            if (lead) load_keys<C, typename C::KTile, 0x7fff7fff>(p, p.k_map, tile, head, n, keys.stage_smem(), keys.full());
             keys.advance();
             if (n != tile.last) continue;
             queries.wait_empty();
-            mbarrier_expect(queries.full(), C::WARPGROUPS * C::QTile::BYTES);
-            for (int w = 0; w < C::WARPGROUPS; ++w)
-                load_boxes<typename C::QTile>(queries.stage_smem() + w * C::QTile::BYTES, p.q_map, seq.q_begin + tile.row + 64 * w, tile.head,
-                                              p.prefill.cu_seqlens_q ? 0 : tile.batch, queries.full());
+            if (lead) {
+                mbarrier_expect(queries.full(), C::Q_BYTES);
+                for (int w = 0; w < C::WARPGROUPS; ++w)
+                    load_boxes<typename C::QTile>(queries.stage_smem() + w * C::QTile::BYTES, p.q_map, tile.seq.q_begin + tile.row + 64 * w,
+                                                  tile.head, p.prefill.cu_seqlens_q ? 0 : tile.batch, queries.full());
+            }
             queries.advance();
         }
     }
-    work.batch = -1;
-    slots.put(work, seq);
 }
 
 // By another warp: their values. Where the array goes on beside the keys of the sequence, 0 takes the place of what is there: 0 * v is NaN
