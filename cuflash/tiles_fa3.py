@@ -42,7 +42,7 @@ class Fa3Tile(NamedTuple):
         """Bytes of dynamic shared memory for padded head sizes; PrefillFa3::SMEM_BYTES counts the same."""
         k_columns, v_columns = (-(-size // 64) * 64 for size in (d, dv))  # boxes are 64 columns wide
         tiles = 2 * (self.m * k_columns + self.stages * self.n * (k_columns + v_columns))
-        return tiles + 2 * 32 + 16 * (2 + 1 + 2 * self.stages + 1)  # slots of the tiles to come, barriers
+        return tiles + 2 * 32 + 16 * (2 + self.warpgroups + 2 * self.stages + 1)  # slots of the tiles to come, barriers
 
 
 Starts = dict[int, Fa3Tile]  # query rows of the longest sequence -> the tile from so many on

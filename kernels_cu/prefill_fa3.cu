@@ -21,14 +21,14 @@ struct PrefillFa3 {
     using QTile = SmemTile<64, (DQK + 63) / 64 * 64>;  // of a warpgroup
     using KTile = SmemTile<N, (DQK + 63) / 64 * 64>;
     using VTile = SmemTile<N, (DV + 63) / 64 * 64>;
-    static constexpr int Q_SMEM = 0, Q_BYTES = WARPGROUPS * QTile::BYTES, K_SMEM = Q_SMEM + Q_BYTES, V_SMEM = K_SMEM + STAGES * KTile::BYTES;
+    static constexpr int Q_SMEM = 0, K_SMEM = Q_SMEM + WARPGROUPS * QTile::BYTES, V_SMEM = K_SMEM + STAGES * KTile::BYTES;
     static constexpr int SLOTS_SMEM = V_SMEM + STAGES * VTile::BYTES, BARRIERS_SMEM = SLOTS_SMEM + 2 * 32;
-    static constexpr int SMEM_BYTES = BARRIERS_SMEM + 16 * (3 + 2 * STAGES + 1);
+    static constexpr int SMEM_BYTES = BARRIERS_SMEM + 16 * (2 + WARPGROUPS + 2 * STAGES + 1);
     using SlotStages = Stages<2, 32, BARRIERS_SMEM - SLOTS_SMEM>;
-    using QStages = Stages<1, Q_BYTES, BARRIERS_SMEM + 16 * 2 - Q_SMEM>;
-    using KStages = Stages<STAGES, KTile::BYTES, BARRIERS_SMEM + 16 * (3) - K_SMEM>;
-    using VStages = Stages<STAGES, VTile::BYTES, BARRIERS_SMEM + 16 * (3 + STAGES) - V_SMEM>;
-    using TailStages = Stages<1, 0, BARRIERS_SMEM + 16 * (3 + 2 * STAGES) - V_SMEM>;
+    using QStages = Stages<WARPGROUPS, QTile::BYTES, BARRIERS_SMEM + 16 * 2 - Q_SMEM>;  // each has its own
+    using KStages = Stages<STAGES, KTile::BYTES, BARRIERS_SMEM + 16 * (2 + WARPGROUPS) - K_SMEM>;
+    using VStages = Stages<STAGES, VTile::BYTES, BARRIERS_SMEM + 16 * (2 + WARPGROUPS + STAGES) - V_SMEM>;
+    using TailStages = Stages<1, 0, BARRIERS_SMEM + 16 * (2 + WARPGROUPS + 2 * STAGES) - V_SMEM>;
     using Slots = TileSlots<PrefillFa3>;
 };
 
@@ -37,8 +37,8 @@ template <class C> __device__ __forceinline__ void prefill_fa3(const Fa3Params& 
     const int warpgroup = uniform(thread_index() / 128);
     if (thread_index() == 0) {
         constexpr int WARPS = 4 * C::WARPGROUPS;
-        typename C::Slots{smem + C::SLOTS_SMEM}.init(1, WARPS + 2);
-        Ring<typename C::QStages>{smem + C::Q_SMEM}.init(1, WARPS);
+        typename C::Slots{smem + C::SLOTS_SMEM}.init(1, WARPS + 3);
+        Ring<typename C::QStages>{smem + C::Q_SMEM}.init(1, 4);
         Ring<typename C::KStages>{smem + C::K_SMEM}.init(1, WARPS);
         Ring<typename C::VStages>{smem + C::V_SMEM}.init(1, WARPS);
         Ring<typename C::TailStages>{smem + C::V_SMEM}.init(1, 1);
@@ -47,8 +47,9 @@ template <class C> __device__ __forceinline__ void prefill_fa3(const Fa3Params& 
     if (warpgroup == 0) {
         registers_lower<C::LOADER_REGISTERS>();
         if (thread_index() == 0) hand_out_tiles<C>(p, smem);
-        else if (thread_index() / 32 == 1) load_queries_and_keys<C>(p, smem);
+        else if (thread_index() / 32 == 1) load_keys<C>(p, smem);
         else if (thread_index() / 32 == 2) load_values<C>(p, smem);
+        else if (thread_index() / 32 == 3) load_queries<C>(p, smem);
     } else {
         registers_raise<C::REGISTERS>();
         Warpgroup<C> group(p.prefill, warpgroup - 1, smem);

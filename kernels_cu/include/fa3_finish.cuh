@@ -20,7 +20,7 @@ template <class C> __device__ __forceinline__ void normalize(Warpgroup<C>& g, co
         const bool empty = g.state.sum[r] == 0.0f;  // NaN is not empty
         float factor = 1.0f, sink_factor;
         if (g.p.sinks) g.state.merge(r, g.p.sinks[tile.head], 1.0f, factor, sink_factor);
-        g.state.scale_row(g.O_rmem, r, empty ? 0.0f : factor / g.state.sum[r]);
+        g.state.scale_row(g.O_rmem, r, empty ? 0.0f : factor * reciprocal_fast(g.state.sum[r]));
     }
 }
 

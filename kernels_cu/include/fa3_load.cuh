@@ -12,7 +12,7 @@ __device__ __forceinline__ void load_boxes(u32 smem, const TensorMap& map, int r
 // Tile n of keys, or of values, of those of a tile of queries. With pages, it comes in boxes of PAGE_ROWS rows, all of which are in one page;
 // keys of which there are none come as 0. `head` is that of the keys. BAD: what the numbers of keys become whose page does not exist, as bits of two: NaN for keys, so
 // that the rows that see them become NaN, and 0 for values, so that others do not.
-template <class C, class Tile, u32 BAD> __device__ __forceinline__ void load_keys(
+template <class C, class Tile, u32 BAD> __device__ __forceinline__ void load_tile(
     const Fa3Params& p, const TensorMap& map, const QueryTile<C>& tile, int head, int n, u32 smem, u32 barrier_smem) {
     if constexpr (C::PAGE_ROWS == 0) {
         mbarrier_expect(barrier_smem, Tile::BYTES);
@@ -50,10 +50,30 @@ template <class C> __device__ __forceinline__ void hand_out_tiles(const Fa3Param
     slots.put(work, seq);
 }
 
-// By a warp: their rows, and their keys.
-template <class C> __device__ __forceinline__ void load_queries_and_keys(const Fa3Params& p, u32 smem) {
+// By a warp: their queries, 64 rows as soon as their warpgroup is done with those before.
+template <class C> __device__ __forceinline__ void load_queries(const Fa3Params& p, u32 smem) {
     typename C::Slots slots{smem + C::SLOTS_SMEM};
     Ring<typename C::QStages> queries{smem + C::Q_SMEM};
+    while (true) {
+        const QueryTile<C> tile = slots.read(p.prefill);
+        if (tile.batch < 0) break;
+        slots.done();
+        if (tile.last < tile.first) continue;
+        for (int w = 0; w < C::WARPGROUPS; ++w) {
+            queries.wait_empty();
+            if (thread_index() % 32 == 0) {
+                mbarrier_expect(queries.full(), C::QTile::BYTES);
+                load_boxes<typename C::QTile>(queries.stage_smem(), p.q_map, tile.seq.q_begin + tile.row + 64 * w, tile.head,
+                                              p.prefill.cu_seqlens_q ? 0 : tile.batch, queries.full());
+            }
+            queries.advance();
+        }
+    }
+}
+
+// By another one: their keys.
+template <class C> __device__ __forceinline__ void load_keys(const Fa3Params& p, u32 smem) {
+    typename C::Slots slots{smem + C::SLOTS_SMEM};
     Ring<typename C::KStages> keys{smem + C::K_SMEM};
     const bool lead = thread_index() % 32 == 0;
     while (true) {
@@ -63,22 +83,13 @@ template <class C> __device__ __forceinline__ void load_queries_and_keys(const F
         const int head = tile.head / p.prefill.group;
         for (int n = tile.last; n >= tile.first; --n) {
             keys.wait_empty();
-            if (lead) load_keys<C, typename C::KTile, 0x7fff7fff>(p, p.k_map, tile, head, n, keys.stage_smem(), keys.full());
+            if (lead) load_tile<C, typename C::KTile, 0x7fff7fff>(p, p.k_map, tile, head, n, keys.stage_smem(), keys.full());
             keys.advance();
-            if (n != tile.last) continue;
-            queries.wait_empty();
-            if (lead) {
-                mbarrier_expect(queries.full(), C::Q_BYTES);
-                for (int w = 0; w < C::WARPGROUPS; ++w)
-                    load_boxes<typename C::QTile>(queries.stage_smem() + w * C::QTile::BYTES, p.q_map, tile.seq.q_begin + tile.row + 64 * w,
-                                                  tile.head, p.prefill.cu_seqlens_q ? 0 : tile.batch, queries.full());
-            }
-            queries.advance();
         }
     }
 }
 
-// By another warp: their values. Where the array goes on beside the keys of the sequence, 0 takes the place of what is there: 0 * v is NaN
+// By a third one: their values. Where the array goes on beside the keys of the sequence, 0 takes the place of what is there: 0 * v is NaN
 // where v is not finite.
 template <class C> __device__ __forceinline__ void load_values(const Fa3Params& p, u32 smem) {
     using V = typename C::VTile;
@@ -96,7 +107,7 @@ template <class C> __device__ __forceinline__ void load_values(const Fa3Params& 
             const int begin = tile.seq.kv_start - n * C::N, end = tile.seq.kv_length - n * C::N;  // rows of the tile that are the sequence's
             const bool clear = begin > 0 || (goes_on && end < C::N);
             values.wait_empty();
-            if (lane == 0) load_keys<C, V, 0>(p, p.v_map, tile, head, n, values.stage_smem(), clear ? tail.full() : values.full());
+            if (lane == 0) load_tile<C, V, 0>(p, p.v_map, tile, head, n, values.stage_smem(), clear ? tail.full() : values.full());
             if (clear) {
                 tail.wait_full();
                 tail.advance();

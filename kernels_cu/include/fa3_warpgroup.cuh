@@ -23,7 +23,7 @@ template <class C> struct Warpgroup {
     u32 P_rmem[C::N / 16][4];
 
     __device__ __forceinline__ Warpgroup(const PrefillParams& p, int number, u32 smem)
-        : p(p), number(number), lead(thread_index() % 32 == 0), queries{smem + C::Q_SMEM}, keys{smem + C::K_SMEM},
+        : p(p), number(number), lead(thread_index() % 32 == 0), queries{smem + C::Q_SMEM, number}, keys{smem + C::K_SMEM},
           values{smem + C::V_SMEM} {
         if (C::TURNS && number == 0) block_barrier_arrive<256>(1);
     }
@@ -63,7 +63,7 @@ template <class C> struct Warpgroup {
         } else {
             queries.release(lead);
         }
-        queries.advance();
+        queries.skip(C::WARPGROUPS);
         return true;
     }
 
@@ -113,8 +113,9 @@ template <class C> struct Warpgroup {
         scores();
         values.wait_full();
         add_values();
-        end_turn();
+        if (C::WARPGROUPS > 2) end_turn();
         wgmma_wait<1>();
+        if (C::WARPGROUPS == 2) end_turn();  // two are then half a step apart, and one always has products to run
         done_with_keys(n == first);
         logits(tile, n, MASKED);
         softmax<false>();
@@ -143,7 +144,7 @@ template <class C> struct Warpgroup {
         using Q = typename C::QTile;
         using K = typename C::KTile;
         constexpr int PER_BLOCK = K::BLOCK / 16;
-        const WgmmaMatrix<Q> q(queries.stage_smem() + number * Q::BYTES);
+        const WgmmaMatrix<Q> q(queries.stage_smem());
         const WgmmaMatrix<K> k(keys.stage_smem());
         wgmma_fence();
 #pragma unroll
