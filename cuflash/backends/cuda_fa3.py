@@ -70,7 +70,17 @@ def decline(problem: Problem) -> str | None:
     if problem.paged and problem.page_size % LEAST_PAGE_ROWS:
         least = f"it loads boxes of {LEAST_PAGE_ROWS} keys or a multiple"
         return f"page_table: pages of {problem.page_size} keys, and {least}; kernel='fa2' takes pages of any size"
-    return why_no_maps(problem)
+    return why_not_out(problem) or why_no_maps(problem)
+
+
+def why_not_out(problem: Problem) -> str | None:
+    """Why results cannot be stored 16 bytes at a time, in words, or None. Those that are yet to be made are contiguous."""
+    width = problem.head_dim_v * problem.out_dtype.itemsize
+    if problem.out is None and width % 16:
+        return f"out: rows of {width} bytes, and it stores 16 at a time; kernel='fa2' stores rows of any size"
+    if problem.out is not None and (bytes_at_once := structs.copy_bytes((problem.out,))) < 16:
+        return f"out: strides or addresses that allow {bytes_at_once} bytes at once, and it stores 16; kernel='fa2' takes any strides"
+    return None
 
 
 def why_not_on(info: DeviceInfo) -> str | None:
