@@ -39,15 +39,18 @@ template <class C, class Tile, u32 BAD> __device__ __forceinline__ void load_til
     }
 }
 
-// By one thread: which tiles of queries there are. It is ahead of the others, who need not wait for its divisions and its counting.
+// By one thread: which tiles of queries there are. It is one tile ahead of the others, who need not wait for its divisions and its counting;
+// were it further ahead, a block with long tiles would keep others from what it cannot begin yet.
 template <class C> __device__ __forceinline__ void hand_out_tiles(const Fa3Params& p, u32 smem) {
     typename C::Slots slots{smem + C::SLOTS_SMEM};
-    TileQueue<C> queue(p);
+    TileQueue<C> queue{p};
     WorkItem work;
     Sequence seq;
-    while (queue.next(work, seq)) slots.put(work, seq);
-    work.batch = -1;
-    slots.put(work, seq);
+    do {
+        slots.wait_empty();
+        if (!queue.next(work, seq)) work.batch = -1;
+        slots.put(work, seq);
+    } while (work.batch >= 0);
 }
 
 // By a warp: their queries, 64 rows as soon as their warpgroup is done with those before.

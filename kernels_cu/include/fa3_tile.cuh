@@ -41,8 +41,8 @@ template <class C> __device__ __forceinline__ i64 kv_offset(const PrefillParams&
 template <class C> struct TileSlots : Ring<typename C::SlotStages> {
     static constexpr int BYTES = 32;
 
+    // By one thread, when the place is empty.
     __device__ __forceinline__ void put(const WorkItem& work, const Sequence& s) {
-        this->wait_empty();
         store_smem(this->stage_smem(), make_uint4(work.batch, work.head, work.m_tile * C::M, s.q_begin));
         store_smem(this->stage_smem() + 16, make_uint4(s.q_length, s.k_begin, s.kv_start, s.kv_length));
         mbarrier_arrive(this->full());
@@ -64,21 +64,19 @@ template <class C> struct TileSlots : Ring<typename C::SlotStages> {
     }
 };
 
-// The tiles of this block, for the thread that loads: the one of its own number, then whichever is next when it has come so far.
+// The tiles of this block, for the thread that hands them out: the one of its own number, then whichever is next.
 template <class C> struct TileQueue {
     const Fa3Params& p;
-    int tile;
-
-    __device__ __forceinline__ TileQueue(const Fa3Params& p) : p(p), tile(block_index()) {}
+    int tile = -1;
 
     // The next tile that has rows; whether there was one.
     __device__ __forceinline__ bool next(WorkItem& work, Sequence& seq) {
-        while (tile < p.tiles) {
+        while (true) {
+            tile = tile < 0 ? block_index() : gridDim.x + count_up(p.counter, p.tiles - 1);
+            if (tile >= p.tiles) return false;
             work = work_item<C::FLAT>(p.prefill, tile);
             seq = sequence(p.prefill, work.batch);
-            tile = gridDim.x + count_up(p.counter, p.tiles - 1);
             if (work.m_tile * C::M < seq.q_length) return true;
         }
-        return false;
     }
 };
