@@ -32,7 +32,7 @@ template <class C> __device__ __forceinline__ bool store(const Warpgroup<C>& g, 
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
         const int row = first_row + 8 * r;
-        const bool here = row < tile.seq.q_length;
+        const bool here = row >= 0 && row < tile.seq.q_length;
         const i64 at = tile.seq.q_begin + row;
         u16* out = static_cast<u16*>(p.out) + tile.batch * p.out_stride.batch + at * p.out_stride.row + tile.head * p.out_stride.head + 8 * q;
 #pragma unroll

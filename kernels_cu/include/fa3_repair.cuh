@@ -73,7 +73,7 @@ template <class C> __device__ __forceinline__ void repair(const Warpgroup<C>& g,
         const u32 rows = __ballot_sync(0xffffffffu, finite);
         const float reference = __shfl_sync(0xffffffffu, i < 8 ? g.state.reference[0] : g.state.reference[1], lane);
         const float sum = __shfl_sync(0xffffffffu, i < 8 ? g.state.sum[0] : g.state.sum[1], lane);
-        const bool wrong = (rows >> lane & 15) != 15 && row < tile.seq.q_length && sum == sum;  // where a score is NaN, so is the row
+        const bool wrong = (rows >> lane & 15) != 15 && row >= 0 && row < tile.seq.q_length && sum == sum;  // where a score is NaN, so is the row
         if (wrong) repair_row<C>(g.p, tile, row, reference, sum);
     }
 }

@@ -7,21 +7,25 @@
 
 // M rows of a head, and the tiles of N keys that some of them see: from `last` down to `first`, none if there are no such keys.
 template <class C> struct QueryTile {
-    int batch, head, row;  // the first row, within its sequence
+    int batch, head, row;  // the first row, within its sequence; see first_row()
     Sequence seq;
     Visibility<C::MASK> visible;
     int first, last;
 
     __device__ __forceinline__ QueryTile(const PrefillParams& p, int batch, int head, int row, const Sequence& seq)
         : batch(batch), head(head), row(row), seq(seq), visible(p, seq) {
-        const int rows = min(C::M, seq.q_length - row);  // that exist
-        visible.narrow(visible.of_any(row + seq.position, row + seq.position + rows - 1));
+        visible.narrow(visible.of_any(max(row, 0) + seq.position, min(row + C::M, seq.q_length) - 1 + seq.position));  // rows that exist
         const bool none = visible.begin >= visible.end;
         first = none ? 0 : visible.begin / C::N;
         last = none ? -1 : (visible.end - 1) / C::N;
     }
 
 };
+
+// The first row of a tile. Under a mask it is the first tile that reaches beyond its sequence, which is the shortest one, and not the last.
+template <class C> __device__ __forceinline__ int first_row(int m_tile, const Sequence& seq) {
+    return m_tile * C::M - (C::CUTS ? (C::M - seq.q_length % C::M) % C::M : 0);
+}
 
 // The page that a key is in: one that there is, or NO_PAGE. NO_KEYS is outside every array, too, but nothing is amiss.
 constexpr int NO_PAGE = -1, NO_KEYS = -2;
@@ -43,7 +47,7 @@ template <class C> struct TileSlots : Ring<typename C::SlotStages> {
 
     // By one thread, when the place is empty.
     __device__ __forceinline__ void put(const WorkItem& work, const Sequence& s) {
-        store_smem(this->stage_smem(), make_uint4(work.batch, work.head, work.m_tile * C::M, s.q_begin));
+        store_smem(this->stage_smem(), make_uint4(work.batch, work.head, first_row<C>(work.m_tile, s), s.q_begin));
         store_smem(this->stage_smem() + 16, make_uint4(s.q_length, s.k_begin, s.kv_start, s.kv_length));
         mbarrier_arrive(this->full());
         this->advance();

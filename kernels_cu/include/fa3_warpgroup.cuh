@@ -44,7 +44,7 @@ template <class C> struct Warpgroup {
         // to the right of all that these 64 rows see are for the other warpgroups.
         const int position = first_row(tile) + tile.seq.position;
         const KeyRange any = tile.visible.of_any(position, position + 63), all = tile.visible.of_all(position, position + 63);
-        const bool none = any.empty() | (first_row(tile) >= tile.seq.q_length);
+        const bool none = any.empty() | (first_row(tile) >= tile.seq.q_length) | (first_row(tile) <= -64);
         const int first = tile.first, last = none ? first - 1 : (any.end - 1) / C::N;
         const int whole_end = max(all.end, 0) / C::N, whole_first = (all.begin + C::N - 1) / C::N;
         pass(warp_register(tile.last - last));
