@@ -61,13 +61,13 @@ class Choice(NamedTuple):
 # registers of two warpgroups, 160 of three, 112 of four. More rows of a block read K and V less often, and more warpgroups have more to do
 # while one of them waits.
 _FOUR = Fa3Tile(4, 64, 4)
-_THREE, _OF_256 = Fa3Tile(3, 64, 4), Fa3Tile(2, 64)
+_THREE, _APART, _OF_256 = Fa3Tile(3, 64, 4), Fa3Tile(3, 64, 4, False), Fa3Tile(2, 64)
 _OF_96, _OF_192 = Fa3Tile(3, 96, 3), Fa3Tile(2, 96)
 PREFILL_FA3: dict[int, Choice] = {
     32: Choice({0: _FOUR}, {0: _FOUR}, {0: _FOUR}, {0: _THREE}),
     64: Choice({0: _FOUR, 3000: Fa3Tile(3, 128)}, {0: _FOUR}, {0: _FOUR}, {0: _THREE}),
     96: Choice({0: _OF_96}, {0: _OF_96}, {0: _THREE}, {0: _THREE}),
-    128: Choice({0: _THREE, 3000: Fa3Tile(3, 80, 3)}, {0: _THREE, 6000: Fa3Tile(3, 80, 3)}, {0: _THREE}, {0: _THREE}),
+    128: Choice({0: _THREE, 3000: Fa3Tile(3, 80, 3)}, {0: _APART, 6000: Fa3Tile(3, 80, 3, False)}, {0: _APART}, {0: _APART}),
     160: Choice({0: _OF_192}, {0: _OF_192}, {0: _OF_192}, {0: _OF_192}),
     192: Choice({0: _OF_192}, {0: _OF_192}, {0: _OF_192}, {0: _OF_192}),
     256: Choice({0: _OF_256}, {0: _OF_256}, {0: _OF_256}, {0: _OF_256}),
