@@ -49,7 +49,8 @@ def pages(size: int) -> list[np.ndarray]:
 TAKEN = {
     "plain": (made(), {}), "causal": (made(), {"causal": True}), "upper left": (made(), {"causal": "upper_left"}),
     "window": (made(), {"window": (64, 0)}), "softcap": (made(), {"softcap": 30.0}), "sinks": (made(), {"sinks": np.zeros(4)}),
-    "lengths": (made(), {"kv_lengths": [200, 3], "kv_start": [1, 0]}), "heads first": ([a.swapaxes(1, 2) for a in made()], {"layout": "BHSD"}),
+    "lengths": (made(), {"kv_lengths": [200, 3], "kv_start": [1, 0]}),
+    "heads first": ([a.swapaxes(1, 2) for a in made()], {"layout": "BHSD"}),
     "odd sizes": (made(d=72, dv=40), {}), "wide values": (made(d=64, dv=256), {}), "no scale": (made(), {"scale": 0.0}),
     "negative scale": (made(), {"scale": -1.0}), "bfloat16": (made(dtype=BF16), {}), "out": (made(), {"out_dtype": BF16}),
     "pages of 16": ([made()[0], *pages(16)], PAGED), "pages of 48": ([made()[0], *pages(48)], PAGED),
@@ -80,11 +81,13 @@ def test_what_it_takes(maps, name):
     chosen = cuda.instance(problem, H200, "fa3")
     params = cuda_fa3.pack(problem, chosen, 1, 7, {})[0]
     assert params["tiles"] == 7 and params["prefill"]["tile_rows"] == chosen.tile.m
-    for map_name, a, rows in zip(structs.MAPS, (problem.q, problem.k, problem.v), (64, *[chosen.page_rows or chosen.tile.n] * 2), strict=True):
+    keys = chosen.page_rows or chosen.tile.n
+    for map_name, a, rows in zip(structs.MAPS, (problem.q, problem.k, problem.v), (64, keys, keys), strict=True):
         found = emulate.Map.from_buffer_copy(params[map_name].tobytes())
         assert (found.address, found.item_bytes, found.swizzle_bytes, found.rank) == (a.pointer, 2, 128, 4)
         batch, row, head, column = range(4)
-        assert tuple(found.size[:4]) == tuple(a.shape[axis] for axis in (column, row, head, batch)) and tuple(found.box[:4]) == (64, rows, 1, 1)
+        assert tuple(found.size[:4]) == tuple(a.shape[axis] for axis in (column, row, head, batch))
+        assert tuple(found.box[:4]) == (64, rows, 1, 1)
         assert all(found.stride[n] == a.strides[axis] or a.shape[axis] == 1 for n, axis in enumerate((row, head, batch)))
 
 
@@ -149,6 +152,25 @@ def test_the_tile_is_chosen_by_the_length():
     found = tiles_fa3.starts(128, 128, MASK_LENGTH, False, False)
     assert len(found) > 1 and all(tile([start, 1]) == tile_ for start, tile_ in found.items() if start)
     assert {tile([n, 1], batch_invariant=True) for n in (1, max(found))} == {found[0]}  # what is beside a sequence does not matter
+
+
+@pytest.mark.parametrize(
+    "group, rows, packed",
+    [(1, 10, False), (2, 10, True), (3, 10, False), (8, 100, True), (8, 192, False), (64, 5, True), (128, 5, False)],
+)
+def test_heads_that_share_keys_come_together_where_that_saves_rows(maps, group, rows, packed):
+    problem = of(*made(rows=rows, heads=2 * group, heads_kv=2))
+    chosen = cuda.instance(problem, H200, "fa3")
+    assert chosen.packed == packed == ("_packed" in chosen.name)
+    count = cuda._grid(problem, chosen)
+    params = cuda_fa3.pack(problem, chosen, 1, count, {})[0]
+    found, (b, r, h, c) = emulate.Map.from_buffer_copy(params["q_map"].tobytes()), problem.q.strides
+    if packed:
+        assert count == 4 * -(-rows * group // chosen.tile.m) and params["prefill"]["tile_rows"] == chosen.tile.m // group
+        assert tuple(found.size) == (64, group, rows, 2, 2) and tuple(found.box) == (64, group, 64 // group, 1, 1)
+        assert tuple(found.stride) == (h, r, group * h, b)
+    else:
+        assert count == 4 * group * -(-rows // chosen.tile.m) and found.rank == 4
 
 
 def test_names_of_its_instances_are_distinct():

@@ -65,6 +65,14 @@ FURTHER = (
     *(case(f"pages-of-{n}", "3,200,300,2,1,64", causal, page_size=n, kv_lengths=(300, 131, 1)) for n in (16, 48, 64, 128, 256)),
     case("pages-128", "2,140,400,4,2,128", page_size=32, kv_lengths=(400, 77), kv_start=(33, 70)),
     case("pages-256-window", "2,140,300,2,1,256", WINDOW, page_size=16, kv_lengths=(300, 170)),
+    # Query heads that share a key/value head in the same tiles.
+    *(case(f"groups-of-{g}-{name}", f"2,{q},200,{2 * g},2,64", *options) for g, q in ((2, 80), (8, 21), (64, 5)) for name, options in (
+        ("full", ()), ("causal", (causal,)), ("window-sinks", (fixed(window=(20, 3)), sinks)), ("softcap", (causal, fixed(softcap=3.0))),
+    )),
+    case("groups-128", "2,50,300,8,2,128", causal, kv_lengths=(300, 70), kv_start=(5, 1)),
+    case("groups-heads-first", "2,30,300,8,2,80,40", upper_left, layout="BHSD"),
+    case("groups-pages", "2,70,200,8,1,64", causal, page_size=16, kv_lengths=(200, 70)),
+    case("groups-packed", "3,30,300,16,2,64", causal, sinks, packed=Packed((30, 1, 19), (100, 2, 300), slack=(6, 4))),
     # Logits.
     *(case(f"softcap-{cap}", "1,200,330,2,1,64", fixed(softcap=cap)) for cap in (0.5, 30.0)),
     case("scale-0", "1,200,300,2,1,64", causal, fixed(scale=0.0)),
@@ -96,6 +104,10 @@ def hard_runs() -> Iterator[Run]:
         yield of_arrays(f"pages-not-filled-{dtype.name}", H200, lambda a=arrays: a, **options)
         for softcap in (2e-38, 1e36):
             yield of_arrays(f"softcap-{softcap}-{dtype.name}", H200, lambda t=dtype: no_query(t), softcap=softcap, scale=0.125)
+    for options in ({"causal": True}, {"window": (20, 10), "sinks": [0.5] * 4}):  # rows of one tile that see different values
+        arrays = not_finite_values(64, F16)
+        arrays = (np.repeat(arrays[0][:, -20:], 4, 2), *arrays[1:])
+        yield of_arrays(f"not-finite-values-groups-{'sinks' in options}", H200, lambda a=arrays: a, **options)
     yield of_arrays("nan-query", H200, lambda: with_value(0, 7, np.nan), causal=True)
     yield of_arrays("nan-key", H200, lambda: with_value(1, 100, np.nan), causal=True)
     for value in (np.nan, np.inf, -np.inf):

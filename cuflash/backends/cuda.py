@@ -230,27 +230,34 @@ def _section(problem: Problem, chosen: AnyInstance, info: device.DeviceInfo) -> 
     read the same rows of a bias or mask; and sections are of equal size, as the long tiles of a small one at the end would leave most of
     the GPU idle (up to 10 % on an H200).
     """
-    pairs = max(1, problem.heads_q if chosen.flat else problem.batch * problem.heads_q)
+    heads, rows = _heads_and_rows(problem, chosen)
+    pairs = max(1, heads if chosen.flat else problem.batch * heads)
     shared = any(a is not None and a.strides[1] == 0 and a.strides[2] != 0 for a in (problem.bias, problem.mask))
     if not chosen.mask & (MASK_LEFT | MASK_RIGHT) and not shared:
         return 1
     keys = problem.k.shape[0] // problem.batch if chosen.flat else problem.seqlen_k  # in a flat grid, sequence comes after sequence
-    bytes_per_pair = problem.q.dtype.itemsize * keys * (problem.head_dim + problem.head_dim_v) // problem.group_size
-    m_tiles = max(1, structs.flat_tiles(problem, chosen.tile.m) if chosen.flat else -(-problem.seqlen_q // chosen.tile.m))
+    bytes_per_pair = problem.q.dtype.itemsize * keys * (problem.head_dim + problem.head_dim_v) * problem.heads_kv // max(1, heads)
+    m_tiles = max(1, structs.flat_tiles(problem, rows) if chosen.flat else -(-problem.seqlen_q // rows))
     most = max(1, min(pairs, info.l2_bytes * 3 // 4 // max(1, bytes_per_pair), LARGEST_GRID // m_tiles))
     sections = -(-pairs // most)
     return -(-pairs // sections)
 
 
-def _grid(problem: Problem, chosen: AnyInstance | cuda_decode.Instance) -> int:
+def _heads_and_rows(problem: Problem, chosen: AnyInstance) -> tuple[int, int]:
+    """Heads that have tiles of their own, queries of a tile."""
     m = chosen.tile.m
+    return (problem.heads_kv, m // problem.group_size) if chosen.packed else (problem.heads_q, m)
+
+
+def _grid(problem: Problem, chosen: AnyInstance | cuda_decode.Instance) -> int:
     if isinstance(chosen, cuda_decode.Instance):
         return 0  # as many blocks as the GPU holds
     if isinstance(chosen, cuda_parts.Instance):
         return cuda_parts.blocks(problem, chosen)  # times the parts, which are fewer where these are many
+    heads, rows = _heads_and_rows(problem, chosen)
     if chosen.flat:
-        return problem.heads_q * structs.flat_tiles(problem, m) if problem.q.shape[0] else 0
-    return problem.batch * problem.heads_q * -(-problem.seqlen_q // m) * chosen.slices
+        return heads * structs.flat_tiles(problem, rows) if problem.q.shape[0] else 0
+    return problem.batch * heads * -(-problem.seqlen_q // rows) * chosen.slices
 
 
 def run(plan: Plan, problem: Problem) -> None:

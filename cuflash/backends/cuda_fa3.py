@@ -14,6 +14,7 @@ import numpy as np
 
 from .. import launch, structs, tensor_map, tiles, tiles_fa3, wgmma
 from ..device import DeviceInfo
+from ..tiles_fa3 import Fa3Tile
 from ..types import ArrayView, Problem, name_of
 from .cuda_instance import (
     CUDA_TYPES, LARGEST_GRID, MASK_LEFT, MASK_LENGTH, MASK_RIGHT, SCORE_PLAIN, SCORE_SCALED, SCORE_SOFTCAP, PrefillInstance,
@@ -21,6 +22,7 @@ from .cuda_instance import (
 from .cuda_memory import Counter, StreamCounters
 
 BOX_COLUMNS = 64  # of a box: rows of 128 bytes, the widest swizzle
+WARPGROUP_ROWS = 64
 LEAST_PAGE_ROWS = 16  # of a box of keys
 LARGEST_TILES = LARGEST_GRID - (1 << 16)  # a block's next tile is numbered from the tiles on by the blocks, all in 32 bits
 
@@ -31,6 +33,7 @@ class Instance(PrefillInstance):
 
     page_rows: int = 0  # rows of a box of keys, which surely lie in one page: a divisor of page sizes; 0 without pages
     flat: bool = False  # the longest of the packed sequences is not known
+    packed: bool = False
 
     KERNEL, TILES, PARAMS = "prefill_fa3", "tiles_fa3.py", "Fa3Params"
 
@@ -41,7 +44,7 @@ class Instance(PrefillInstance):
     @property
     def tile_words(self) -> list[str]:
         t = self.tile
-        return [f"m{t.m}n{t.n}s{t.stages}", *["turns"] * t.turns]
+        return [f"m{t.m}n{t.n}s{t.stages}", *["turns"] * t.turns, *["packed"] * self.packed]
 
     @property
     def page_words(self) -> list[str]:
@@ -55,7 +58,7 @@ class Instance(PrefillInstance):
     def arguments(self) -> list[Any]:
         t = self.tile
         numbers = [self.d, self.dv, t.warpgroups, t.n, t.stages, t.turns, self.mask, self.score]
-        return [CUDA_TYPES[self.dtype], CUDA_TYPES[self.out], *numbers, self.page_rows, *[True] * self.flat]
+        return [CUDA_TYPES[self.dtype], CUDA_TYPES[self.out], *numbers, self.page_rows, self.flat, self.packed]
 
 
 def decline(problem: Problem) -> str | None:
@@ -105,7 +108,10 @@ def why_no_maps(problem: Problem) -> str | None:
     return None
 
 
-def _box(a: ArrayView, rows: int) -> tuple[int, tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+_Box = tuple[int, tuple[int, ...], tuple[int, ...], tuple[int, ...]]
+
+
+def _box(a: ArrayView, rows: int) -> _Box:
     """An array and a box of so many rows of a head, as tensor_map.py wants to know of them; Fa3Params has the order of the dimensions."""
     batch, row, head, column = range(-4, 0)
     shape, strides = (1, *a.shape)[-4:], (0, *a.strides)[-4:]  # packed sequences have no batch axis
@@ -115,21 +121,36 @@ def _box(a: ArrayView, rows: int) -> tuple[int, tuple[int, ...], tuple[int, ...]
     return item, (shape[column], *(shape[axis] for axis in order)), steps, (BOX_COLUMNS, rows, 1, 1)
 
 
+def _packed_box(a: ArrayView, group: int) -> _Box:
+    """The same of queries whose heads come in groups: a box has the rows of a warpgroup, all heads of a query one after the other."""
+    item, (columns, rows, heads, batch), (row, head, entry), _ = _box(a, 1)
+    shape, steps = (columns, group, rows, heads // group, batch), (head, row, head * group, entry)
+    return item, shape, steps, (BOX_COLUMNS, group, WARPGROUP_ROWS // group, 1, 1)
+
+
 def instance(problem: Problem, mask: int, score: int, flat: bool, info: DeviceInfo) -> Instance | None:
     """The kernel instance for these arrays, or None if the GPU has no instructions for it."""
     d, dv = tiles.head_class(problem.head_dim), tiles.head_class(problem.head_dim_v)
-    tile = tiles_fa3.prefill_fa3(d, dv, mask, score != SCORE_PLAIN, problem.paged, _rows(problem, flat), info)
+    find = functools.partial(tiles_fa3.prefill_fa3, d, dv, mask, score != SCORE_PLAIN, problem.paged, info=info)
+    # By the queries of the longest sequence, as far as they are known; the tile decides on the order of sums.
+    by_length = not (problem.varlen and problem.batch_invariant)
+    queries = 0 if not by_length else problem.q.shape[-3] // problem.batch if flat else problem.seqlen_q
+    tile, packed = find(rows=queries), False
     if tile is None:
         return None
-    rows = math.gcd(problem.page_size, tile.n) if problem.paged else 0
-    return Instance(name_of(problem.q.dtype), name_of(problem.out_dtype), d, dv, tile, mask, score, page_rows=rows, flat=flat)
+    if by_length and not flat and (whole := find(rows=problem.group_size * queries)) is not None and packs(problem, tile, whole):
+        tile, packed = whole, True
+    types = name_of(problem.q.dtype), name_of(problem.out_dtype)
+    return Instance(*types, d, dv, tile, mask, score, 16, math.gcd(problem.page_size, tile.n) if problem.paged else 0, flat, packed)
 
 
-def _rows(problem: Problem, flat: bool) -> int:
-    """Query rows of a sequence by which its tile is chosen, as far as they are known."""
-    if problem.varlen and problem.batch_invariant:  # the tile decides on the order of sums
-        return 0
-    return problem.q.shape[-3] // problem.batch if flat else problem.seqlen_q
+def packs(problem: Problem, alone: Fa3Tile, together: Fa3Tile) -> bool:
+    """Whether the heads that share a key/value head come together in tiles, as there are fewer rows without a query then."""
+    group, queries = problem.group_size, problem.seqlen_q
+    if group & (group - 1) or not 1 < group <= WARPGROUP_ROWS:
+        return False
+    rows, rows_together = (-(-n // tile.m) * tile.m for n, tile in ((queries, alone), (group * queries, together)))
+    return 10 * rows_together <= 9 * group * rows
 
 
 def blocks(count: int, info: DeviceInfo) -> int:
@@ -142,10 +163,12 @@ def pack(
 ) -> np.ndarray:
     """The struct of one launch of so many tiles; the rest is as for structs.pack_prefill."""
     p = np.zeros(1, structs.FA3_PARAMS)
-    p["prefill"] = structs.pack_prefill(problem, chosen.tile.m, section, chosen.factor_left, pointers, chosen.flat)
-    rows_of_keys = chosen.page_rows or chosen.tile.n
-    for name, a, rows in zip(structs.MAPS, (problem.q, problem.k, problem.v), (64, rows_of_keys, rows_of_keys), strict=True):
-        p[name] = np.void(tensor_map.tensor_map(*_box(a, rows)).at(a.pointer))
+    group = problem.group_size if chosen.packed else 1
+    p["prefill"] = structs.pack_prefill(problem, chosen.tile.m // group, section, chosen.factor_left, pointers, chosen.flat)
+    q, k, v, keys = problem.q, problem.k, problem.v, chosen.page_rows or chosen.tile.n
+    of_q = _packed_box(q, group) if chosen.packed else _box(q, WARPGROUP_ROWS)
+    for name, a, box in zip(structs.MAPS, (q, k, v), (of_q, _box(k, keys), _box(v, keys)), strict=True):
+        p[name] = np.void(tensor_map.tensor_map(*box).at(a.pointer))
     p["tiles"], p["counter"] = count, counter
     return p
 
@@ -183,11 +206,11 @@ def _common(info: DeviceInfo) -> Iterator[Instance]:
 
     def make(
         dtype: str, d: int, mask: int, score: int = SCORE_PLAIN, dv: int | None = None, out: str | None = None, page_size: int = 0,
-        flat: bool = False,
+        flat: bool = False, packed: bool = False,
     ) -> Iterator[Instance]:
         for tile in tiles_fa3.starts(d, dv or d, mask, score != SCORE_PLAIN, page_size > 0).values():
             rows = math.gcd(page_size, tile.n) if page_size else 0
-            yield Instance(dtype, out or dtype, d, dv or d, tile, mask, score, page_rows=rows, flat=flat)
+            yield Instance(dtype, out or dtype, d, dv or d, tile, mask, score, 16, rows, flat, packed)
 
     for d in tiles.HEAD_CLASSES:
         for dtype in ("float16", "bfloat16"):
@@ -202,6 +225,9 @@ def _common(info: DeviceInfo) -> Iterator[Instance]:
         yield from make("bfloat16", d, MASK_RIGHT, SCORE_SOFTCAP)
         yield from make("float16", d, MASK_RIGHT, flat=True)
         yield from make("bfloat16", d, MASK_RIGHT, page_size=16)
+        for mask in (MASK_LENGTH, MASK_RIGHT):
+            yield from make("bfloat16", d, mask, packed=True)
+        yield from make("float16", d, MASK_RIGHT | MASK_LEFT, SCORE_SOFTCAP, page_size=64, packed=True)
     for d in tiles.HEAD_CLASSES:
         yield from make("bfloat16", d, MASK_RIGHT, page_size=64)
         yield from make("float16", d, MASK_RIGHT | MASK_LEFT, SCORE_SOFTCAP, page_size=64)

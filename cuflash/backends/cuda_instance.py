@@ -37,6 +37,7 @@ class PrefillInstance:
     flat = False  # which prefill_fa2 has as a field
     slices = 1  # blocks that share the value columns of the same rows
     paired = False  # two blocks in a row are a cluster
+    packed = False  # rows of a tile are queries of all heads that share a key/value head
 
     @property
     def factor_left(self) -> bool:

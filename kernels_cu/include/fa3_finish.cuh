@@ -19,7 +19,7 @@ template <class C> __device__ __forceinline__ void normalize(Warpgroup<C>& g, co
         g.state.reduce(r);
         const bool empty = g.state.sum[r] == 0.0f;  // NaN is not empty
         float factor = 1.0f, sink_factor;
-        if (g.p.sinks) g.state.merge(r, g.p.sinks[tile.head], 1.0f, factor, sink_factor);
+        if (g.p.sinks) g.state.merge(r, g.p.sinks[tile.query_head(g.p, g.own_row() + 8 * r)], 1.0f, factor, sink_factor);
         g.state.scale_row(g.O_rmem, r, empty ? 0.0f : factor * reciprocal_fast(g.state.sum[r]));
     }
 }
@@ -27,14 +27,14 @@ template <class C> __device__ __forceinline__ void normalize(Warpgroup<C>& g, co
 // Rows of numbers are 16-byte pieces; see why_not_out in cuda_fa3.py. Whether a number is not finite that must perhaps be, see repair().
 template <class C> __device__ __forceinline__ bool store(const Warpgroup<C>& g, const QueryTile<C>& tile) {
     const PrefillParams& p = g.p;
-    const int thread = thread_index(), q = thread % 4, first_row = g.first_row(tile) + thread % 128 / 32 * 16 + thread % 32 / 4;
+    const int q = thread_index() % 4;
     float zero = 0.0f;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-        const int row = first_row + 8 * r;
-        const bool here = row >= 0 && row < tile.seq.q_length;
-        const i64 at = tile.seq.q_begin + row;
-        u16* out = static_cast<u16*>(p.out) + tile.batch * p.out_stride.batch + at * p.out_stride.row + tile.head * p.out_stride.head + 8 * q;
+        const int query = tile.query(p, g.first_query(tile), g.own_row() + 8 * r), head = tile.query_head(p, g.own_row() + 8 * r);
+        const bool here = query >= 0 && query < tile.seq.q_length;
+        const i64 at = tile.seq.q_begin + query;
+        u16* out = static_cast<u16*>(p.out) + tile.batch * p.out_stride.batch + at * p.out_stride.row + head * p.out_stride.head + 8 * q;
 #pragma unroll
         for (int column = 0; column < C::DV; column += 32) {
             u32 x[4];
@@ -48,7 +48,7 @@ template <class C> __device__ __forceinline__ bool store(const Warpgroup<C>& g, 
             if (here && column + 8 * q < p.head_dim_v) *reinterpret_cast<uint4*>(out + column) = make_uint4(x[0], x[1], x[2], x[3]);
         }
         if (p.lse && here && q == 0)
-            p.lse[tile.batch * p.lse_stride.batch + tile.head * p.lse_stride.head + at * p.lse_stride.row] =
+            p.lse[tile.batch * p.lse_stride.batch + head * p.lse_stride.head + at * p.lse_stride.row] =
                 g.state.finish(g.state.reference[r], g.state.sum[r]);
     }
     return zero != 0.0f;

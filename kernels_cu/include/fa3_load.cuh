@@ -49,12 +49,13 @@ template <class C> __device__ __forceinline__ void hand_out_tiles(const Fa3Param
     do {
         slots.wait_empty();
         if (!queue.next(work, seq)) work.batch = -1;
-        slots.put(work, seq);
+        slots.put(p.prefill, work, seq);
     } while (work.batch >= 0);
 }
 
 // By a warp: their queries, 64 rows as soon as their warpgroup is done with those before.
 template <class C> __device__ __forceinline__ void load_queries(const Fa3Params& p, u32 smem) {
+    using Q = typename C::QTile;
     typename C::Slots slots{smem + C::SLOTS_SMEM};
     Ring<typename C::QStages> queries{smem + C::Q_SMEM};
     while (true) {
@@ -62,12 +63,20 @@ template <class C> __device__ __forceinline__ void load_queries(const Fa3Params&
         if (tile.batch < 0) break;
         slots.done();
         if (tile.last < tile.first) continue;
+        const int batch = p.prefill.cu_seqlens_q ? 0 : tile.batch;
         for (int w = 0; w < C::WARPGROUPS; ++w) {
             queries.wait_empty();
             if (thread_index() % 32 == 0) {
-                mbarrier_expect(queries.full(), C::QTile::BYTES);
-                load_boxes<typename C::QTile>(queries.stage_smem(), p.q_map, tile.seq.q_begin + tile.row + 64 * w, tile.head,
-                                              p.prefill.cu_seqlens_q ? 0 : tile.batch, queries.full());
+                const int row = tile.seq.q_begin + tile.query(p.prefill, tile.row, 64 * w);
+                mbarrier_expect(queries.full(), Q::BYTES);
+                if constexpr (C::PACKED) {
+#pragma unroll
+                    for (int block = 0; block < Q::BLOCKS; ++block)
+                        copy_box(queries.stage_smem() + block * Q::BLOCK_BYTES, p.q_map, queries.full(), block * Q::BLOCK, 0, row, tile.head,
+                                 batch);
+                } else {
+                    load_boxes<Q>(queries.stage_smem(), p.q_map, row, tile.head, batch, queries.full());
+                }
             }
             queries.advance();
         }
@@ -83,7 +92,7 @@ template <class C> __device__ __forceinline__ void load_keys(const Fa3Params& p,
         const QueryTile<C> tile = slots.read(p.prefill);
         if (tile.batch < 0) break;
         slots.done();
-        const int head = tile.head / p.prefill.group;
+        const int head = tile.key_head(p.prefill);
         for (int n = tile.last; n >= tile.first; --n) {
             keys.wait_empty();
             if (lead) load_tile<C, typename C::KTile, 0x7fff7fff>(p, p.k_map, tile, head, n, keys.stage_smem(), keys.full());
@@ -104,7 +113,7 @@ template <class C> __device__ __forceinline__ void load_values(const Fa3Params& 
         const QueryTile<C> tile = slots.read(p.prefill);
         if (tile.batch < 0) break;
         slots.done();
-        const int head = tile.head / p.prefill.group;
+        const int head = tile.key_head(p.prefill);
         const bool goes_on = C::PAGE_ROWS > 0 || tile.seq.k_begin + tile.seq.kv_length < p.prefill.k_rows;
         for (int n = tile.last; n >= tile.first; --n) {
             const int begin = tile.seq.kv_start - n * C::N, end = tile.seq.kv_length - n * C::N;  // rows of the tile that are the sequence's

@@ -9,13 +9,13 @@ template <class T> __device__ __forceinline__ float number_at(const void* base, 
     return unpack2<T>(static_cast<const u16*>(base)[at]).x;
 }
 
-// One row, by a warp; the lane has columns lane, lane + 32, ... of it.
+// One query of a head, by a warp; the lane has columns lane, lane + 32, ... of it.
 template <class C> __device__ __forceinline__ void repair_row(
-    const PrefillParams& p, const QueryTile<C>& tile, int row, float reference, float sum) {
+    const PrefillParams& p, const QueryTile<C>& tile, int row, int head, float reference, float sum) {
     using In = typename C::In;
-    const int lane = thread_index() % 32, head_kv = tile.head / p.group;
+    const int lane = thread_index() % 32, head_kv = tile.key_head(p);
     const i64 q_row = tile.seq.q_begin + row;
-    const i64 q = tile.batch * p.q_stride.batch + q_row * p.q_stride.row + tile.head * p.q_stride.head;
+    const i64 q = tile.batch * p.q_stride.batch + q_row * p.q_stride.row + head * p.q_stride.head;
     float query[C::DQK / 32], acc[C::DV / 32];
 #pragma unroll
     for (int i = 0; i < C::DQK / 32; ++i) {
@@ -49,7 +49,7 @@ template <class C> __device__ __forceinline__ void repair_row(
         }
         if (key % 32 == 0 && __all_sync(0xffffffffu, nan)) break;  // and stays so
     }
-    u16* out = static_cast<u16*>(p.out) + tile.batch * p.out_stride.batch + q_row * p.out_stride.row + tile.head * p.out_stride.head;
+    u16* out = static_cast<u16*>(p.out) + tile.batch * p.out_stride.batch + q_row * p.out_stride.row + head * p.out_stride.head;
 #pragma unroll
     for (int i = 0; i < C::DV / 32; ++i) {
         const int column = lane + 32 * i;
@@ -60,7 +60,7 @@ template <class C> __device__ __forceinline__ void repair_row(
 // The rows of this warp, after they have been stored, if one of them is spoiled.
 template <class C> __device__ __forceinline__ void repair(const Warpgroup<C>& g, const QueryTile<C>& tile, bool spoiled) {
     if (!C::CUTS || !__any_sync(0xffffffffu, spoiled)) return;  // all rows see the same keys; or all is well
-    const int first_row = g.first_row(tile) + thread_index() % 128 / 32 * 16;
+    const int first_row = thread_index() % 128 / 32 * 16;
 #pragma unroll 1
     for (int i = 0; i < 16; ++i) {
         bool finite = true;
@@ -69,11 +69,12 @@ template <class C> __device__ __forceinline__ void repair(const Warpgroup<C>& g,
 #pragma unroll
             for (int c = 0; c < 4; ++c)
                 if (c / 2 == i / 8) finite = finite && fabsf(g.O_rmem[0][ot][c]) < infinity();
-        const int lane = i % 8 * 4, row = first_row + i;
+        const int lane = i % 8 * 4, query = tile.query(g.p, g.first_query(tile), first_row + i);
         const u32 rows = __ballot_sync(0xffffffffu, finite);
         const float reference = __shfl_sync(0xffffffffu, i < 8 ? g.state.reference[0] : g.state.reference[1], lane);
         const float sum = __shfl_sync(0xffffffffu, i < 8 ? g.state.sum[0] : g.state.sum[1], lane);
-        const bool wrong = (rows >> lane & 15) != 15 && row >= 0 && row < tile.seq.q_length && sum == sum;  // where a score is NaN, so is the row
-        if (wrong) repair_row<C>(g.p, tile, row, reference, sum);
+        const bool here = query >= 0 && query < tile.seq.q_length;
+        const bool wrong = here && (rows >> lane & 15) != 15 && sum == sum;  // where a score is NaN, so is the row
+        if (wrong) repair_row<C>(g.p, tile, query, tile.query_head(g.p, first_row + i), reference, sum);
     }
 }

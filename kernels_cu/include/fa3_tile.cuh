@@ -5,26 +5,38 @@
 #include "include/ring.cuh"
 #include "include/schedule.cuh"
 
+// Rows of a tile are queries; where PACKED, (query, head) of a group of heads that share a key/value head: row i is query i / group, head
+// i % group, and group a power of two. Tiles and places are then counted in queries and groups.
+template <class C> __device__ __forceinline__ int group_shift(const PrefillParams& p) { return C::PACKED ? 31 - __clz(p.group) : 0; }
+
 // M rows of a head, and the tiles of N keys that some of them see: from `last` down to `first`, none if there are no such keys.
 template <class C> struct QueryTile {
-    int batch, head, row;  // the first row, within its sequence; see first_row()
+    int batch, head, row;  // head, or group of heads; the first query, within its sequence; see first_query()
     Sequence seq;
     Visibility<C::MASK> visible;
     int first, last;
 
     __device__ __forceinline__ QueryTile(const PrefillParams& p, int batch, int head, int row, const Sequence& seq)
         : batch(batch), head(head), row(row), seq(seq), visible(p, seq) {
-        visible.narrow(visible.of_any(max(row, 0) + seq.position, min(row + C::M, seq.q_length) - 1 + seq.position));  // rows that exist
+        const int end = min(row + (C::M >> group_shift<C>(p)), seq.q_length);
+        visible.narrow(visible.of_any(max(row, 0) + seq.position, end - 1 + seq.position));  // those of queries that exist
         const bool none = visible.begin >= visible.end;
         first = none ? 0 : visible.begin / C::N;
         last = none ? -1 : (visible.end - 1) / C::N;
     }
 
+    // Of rows that are so many further than the first one of a query: which query, which head.
+    __device__ __forceinline__ int query(const PrefillParams& p, int first, int i) const { return first + (i >> group_shift<C>(p)); }
+    __device__ __forceinline__ int query_head(const PrefillParams& p, int i) const {
+        return C::PACKED ? head * p.group + (i & (p.group - 1)) : head;
+    }
+    __device__ __forceinline__ int key_head(const PrefillParams& p) const { return C::PACKED ? head : head / p.group; }
 };
 
-// The first row of a tile. Under a mask it is the first tile that reaches beyond its sequence, which is the shortest one, and not the last.
-template <class C> __device__ __forceinline__ int first_row(int m_tile, const Sequence& seq) {
-    return m_tile * C::M - (C::CUTS ? (C::M - seq.q_length % C::M) % C::M : 0);
+// The first query of a tile. Under a mask it is the first tile that reaches beyond its sequence, which is the shortest one, and not the last.
+template <class C> __device__ __forceinline__ int first_query(const PrefillParams& p, int m_tile, const Sequence& seq) {
+    const int queries = C::M >> group_shift<C>(p);
+    return m_tile * queries - (C::CUTS ? (queries - seq.q_length % queries) % queries : 0);
 }
 
 // The page that a key is in: one that there is, or NO_PAGE. NO_KEYS is outside every array, too, but nothing is amiss.
@@ -46,8 +58,8 @@ template <class C> struct TileSlots : Ring<typename C::SlotStages> {
     static constexpr int BYTES = 32;
 
     // By one thread, when the place is empty.
-    __device__ __forceinline__ void put(const WorkItem& work, const Sequence& s) {
-        store_smem(this->stage_smem(), make_uint4(work.batch, work.head, first_row<C>(work.m_tile, s), s.q_begin));
+    __device__ __forceinline__ void put(const PrefillParams& p, const WorkItem& work, const Sequence& s) {
+        store_smem(this->stage_smem(), make_uint4(work.batch, work.head, first_query<C>(p, work.m_tile, s), s.q_begin));
         store_smem(this->stage_smem() + 16, make_uint4(s.q_length, s.k_begin, s.kv_start, s.kv_length));
         mbarrier_arrive(this->full());
         this->advance();
@@ -78,9 +90,9 @@ template <class C> struct TileQueue {
         while (true) {
             tile = tile < 0 ? block_index() : gridDim.x + count_up(p.counter, p.tiles - 1);
             if (tile >= p.tiles) return false;
-            work = work_item<C::FLAT>(p.prefill, tile);
+            work = work_item<C::FLAT>(p.prefill, tile, C::PACKED ? p.prefill.heads_kv : p.prefill.heads_q);
             seq = sequence(p.prefill, work.batch);
-            if (work.m_tile * C::M < seq.q_length) return true;
+            if (work.m_tile * (C::M >> group_shift<C>(p.prefill)) < seq.q_length) return true;
         }
     }
 };

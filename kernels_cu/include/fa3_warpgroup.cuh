@@ -28,7 +28,11 @@ template <class C> struct Warpgroup {
         if (C::TURNS && number == 0) block_barrier_arrive<256>(1);
     }
 
-    __device__ __forceinline__ int first_row(const QueryTile<C>& tile) const { return tile.row + 64 * number; }
+    // The first of the thread's two rows, of the 64; the other one is 8 further.
+    static __device__ __forceinline__ int own_row() { return thread_index() % 128 / 32 * 16 + thread_index() % 32 / 4; }
+
+    // The query of the first of its rows.
+    __device__ __forceinline__ int first_query(const QueryTile<C>& tile) const { return tile.query(p, tile.row, 64 * number); }
 
     // All keys of a tile of queries; whether there was one.
     __device__ __forceinline__ bool attend(const QueryTile<C>& tile) {
@@ -42,9 +46,9 @@ template <class C> struct Warpgroup {
         if (tile.last < tile.first) return true;
         // Tiles of keys that the mask cuts come first and, with a window, last; in a loop of their own the others do not pay for it. Those
         // to the right of all that these 64 rows see are for the other warpgroups.
-        const int position = first_row(tile) + tile.seq.position;
-        const KeyRange any = tile.visible.of_any(position, position + 63), all = tile.visible.of_all(position, position + 63);
-        const bool none = any.empty() | (first_row(tile) >= tile.seq.q_length) | (first_row(tile) <= -64);
+        const int position = first_query(tile) + tile.seq.position, last_position = tile.query(p, position, 63);
+        const KeyRange any = tile.visible.of_any(position, last_position), all = tile.visible.of_all(position, last_position);
+        const bool none = any.empty() | (first_query(tile) >= tile.seq.q_length) | (last_position < tile.seq.position);
         const int first = tile.first, last = none ? first - 1 : (any.end - 1) / C::N;
         const int whole_end = max(all.end, 0) / C::N, whole_first = (all.begin + C::N - 1) / C::N;
         pass(warp_register(tile.last - last));
@@ -168,8 +172,9 @@ template <class C> struct Warpgroup {
     __device__ __forceinline__ void logits(const QueryTile<C>& tile, int n, bool masked) {
         apply_score<C::SCORE, Order, In>(S_rmem, ScoreTransform<C::SCORE>(p, tile.batch, tile.head), MatrixTile<0, 1, C::N>(), 0, 0);
         if (masked) {
-            const int lane = thread_index() % 32, row = first_row(tile) + thread_index() % 128 / 32 * 16 + lane / 4;
-            apply_mask<C::MASK, Order>(S_rmem, tile.visible, row + tile.seq.position, n * C::N + lane % 4 * 2);
+            const int first = first_query(tile) + tile.seq.position;
+            const int position[2] = {tile.query(p, first, own_row()), tile.query(p, first, own_row() + 8)};
+            apply_mask<C::MASK, Order>(S_rmem, tile.visible, position, n * C::N + thread_index() % 4 * 2);
         }
     }
 

@@ -21,12 +21,13 @@ __device__ __forceinline__ int first_place(const PrefillParams& p, int batch) {
 // the last rows to the first: under a causal mask the longest tiles start first and the short ones fill the gaps.
 // FLAT: nobody on the host knows the longest sequence. m_tiles is q_rows / tile_rows + batch, which bounds the tiles of all sequences
 // together, and a block finds its sequence by itself.
-template <bool FLAT = false> __device__ __forceinline__ WorkItem work_item(const PrefillParams& p, u32 block) {
-    const u32 pairs = (FLAT ? 1u : u32(p.batch)) * u32(p.heads_q), in_section = u32(p.section) * u32(p.m_tiles);
+// heads: those that have tiles.
+template <bool FLAT = false> __device__ __forceinline__ WorkItem work_item(const PrefillParams& p, u32 block, u32 heads) {
+    const u32 pairs = (FLAT ? 1u : u32(p.batch)) * heads, in_section = u32(p.section) * u32(p.m_tiles);
     const u32 first = block / in_section * u32(p.section), rest = block % in_section;
     const u32 size = min(u32(p.section), pairs - first);
     const u32 pair = first + rest % size;
-    WorkItem work{int(pair / u32(p.heads_q)), int(pair % u32(p.heads_q)), p.m_tiles - 1 - int(rest / size)};
+    WorkItem work{int(pair / heads), int(pair % heads), p.m_tiles - 1 - int(rest / size)};
     if constexpr (FLAT) {
         int end = p.batch;  // the sequence is in [work.batch, end)
         while (end - work.batch > 1) {
@@ -37,6 +38,10 @@ template <bool FLAT = false> __device__ __forceinline__ WorkItem work_item(const
         work.m_tile = max(work.m_tile - first_place(p, work.batch), 0);
     }
     return work;
+}
+
+template <bool FLAT = false> __device__ __forceinline__ WorkItem work_item(const PrefillParams& p, u32 block) {
+    return work_item<FLAT>(p, block, u32(p.heads_q));
 }
 
 struct Sequence {

@@ -97,6 +97,7 @@ bool __any_sync(unsigned, bool);
 inline bool __all_sync(unsigned mask, bool yes) { return !__any_sync(mask, !yes); }
 void __syncwarp();
 inline void __threadfence() {}  // blocks run one after the other
+inline int __clz(int x) { return x ? __builtin_clz(x) : 32; }
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
 unsigned __ballot_sync(unsigned, bool);
 unsigned __reduce_or_sync(unsigned, unsigned);
