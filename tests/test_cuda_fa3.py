@@ -32,7 +32,7 @@ def of(q, k, v, out_dtype=None, **options):
     return problems.with_outputs(plain, out, None, False, options.get("layout", "BSHD"), q.ndim)[0]
 
 
-def made(rows=100, keys=200, d=64, dv=None, heads=4, heads_kv=2, dtype=F16):
+def made(rows=100, keys=200, d=64, dv=None, heads=2, heads_kv=2, dtype=F16):
     sizes = (rows, heads, d), (keys, heads_kv, d), (keys, heads_kv, dv or d)
     return [np.zeros((2, *size), dtype) for size in sizes]
 
@@ -48,7 +48,7 @@ def pages(size: int) -> list[np.ndarray]:
 
 TAKEN = {
     "plain": (made(), {}), "causal": (made(), {"causal": True}), "upper left": (made(), {"causal": "upper_left"}),
-    "window": (made(), {"window": (64, 0)}), "softcap": (made(), {"softcap": 30.0}), "sinks": (made(), {"sinks": np.zeros(4)}),
+    "window": (made(), {"window": (64, 0)}), "softcap": (made(), {"softcap": 30.0}), "sinks": (made(), {"sinks": np.zeros(2)}),
     "lengths": (made(), {"kv_lengths": [200, 3], "kv_start": [1, 0]}),
     "heads first": ([a.swapaxes(1, 2) for a in made()], {"layout": "BHSD"}),
     "odd sizes": (made(d=72, dv=40), {}), "wide values": (made(d=64, dv=256), {}), "no scale": (made(), {"scale": 0.0}),
@@ -60,13 +60,14 @@ LEFT = {
     "float32": (made(dtype=F32), {}, "float32 arrays; it takes float16 and bfloat16"),
     "bias": (made(), {"bias": np.zeros((100, 200), F16)}, "it has no bias"),
     "mask": (made(), {"mask": np.ones((100, 200), bool)}, "it has no mask"),
-    "alibi": (made(), {"alibi_slopes": np.ones(4)}, "it has no alibi_slopes"),
+    "alibi": (made(), {"alibi_slopes": np.ones(2)}, "it has no alibi_slopes"),
     "splits": (made(), {"num_splits": 2}, "num_splits is not part"),
     "score_mod": (made(), {"score_mod": "s + 1"}, "score_mod is not part"),
     "pages of 8": ([made()[0], *pages(8)], PAGED, "page_table: pages of 8 keys, and it loads boxes of 16 keys or a multiple"),
     "no keys": (made(keys=0), {}, "k has no elements, and it loads boxes"),
     "no rows": (made(rows=0), {}, "q has no elements, and it loads boxes"),
-    "odd head": (made(d=33), {}, "q: it loads boxes by tensor maps, which cannot describe strides of"),
+    "odd head": (made(d=33, dv=64), {}, "q: it loads boxes by tensor maps, which cannot describe strides of"),
+    "odd values": (made(dv=33), {}, "out: "),
     "columns": ([a[..., ::2] for a in made(d=128)], {}, "q: columns 4 bytes apart, and it loads boxes"),
     "backwards": ([made()[0], *(a[:, ::-1] for a in made()[1:])], {}, "k: it loads boxes by tensor maps, which cannot describe strides"),
     "expanded": ([*made()[:2], np.broadcast_to(made()[2][:1], (2, 200, 2, 64))], {}, "v: it loads boxes by tensor maps"),
@@ -156,7 +157,7 @@ def test_the_tile_is_chosen_by_the_length():
 
 @pytest.mark.parametrize(
     "group, rows, packed",
-    [(1, 10, False), (2, 10, True), (3, 10, False), (8, 100, True), (8, 192, False), (64, 5, True), (128, 5, False)],
+    [(1, 10, False), (2, 10, True), (3, 10, False), (8, 100, True), (8, 256, False), (64, 5, True), (128, 5, False)],
 )
 def test_heads_that_share_keys_come_together_where_that_saves_rows(maps, group, rows, packed):
     problem = of(*made(rows=rows, heads=2 * group, heads_kv=2))
@@ -174,8 +175,9 @@ def test_heads_that_share_keys_come_together_where_that_saves_rows(maps, group, 
 
 
 def test_names_of_its_instances_are_distinct():
-    names = [chosen.name for chosen in cuda_fa3.common(H200)]
-    assert len(set(names)) == len(names) and "prefill_fa3_bf16_d128_m128n128s2_turns_causal" in names
+    names, t = [chosen.name for chosen in cuda_fa3.common(H200)], tiles_fa3.starts(128, 128, MASK_RIGHT, False, False)[0]
+    assert len(set(names)) == len(names)
+    assert f"prefill_fa3_bf16_d128_m{t.m}n{t.n}s{t.stages}{'_turns' * t.turns}_causal" in names
 
 
 # ---- calls on a GPU that is pretended ------------------------------------------------------------------------------------
@@ -193,7 +195,7 @@ def random(seed, *shapes):
 def test_auto_takes_it_and_says_what_it_leaves(gpu):
     q, k, v = there(*random(0, *((1, 130, 2, 64),) * 3))
     plan = cuflash.plan(q, k, v, causal=True)
-    assert plan.kernel == "fa3" and "wgmma" in plan.reason and not plan.declined and plan.tile == (192, 128)
+    assert plan.kernel == "fa3" and "wgmma" in plan.reason and not plan.declined
     plan = cuflash.plan(q, k, v, alibi_slopes=np.ones(2))
     assert plan.kernel == "fa2" and plan.declined == ("cuda/fa3: it has no alibi_slopes; kernel='fa2' has it",)
     assert cuflash.plan(*there(*(a.get().astype(np.float32) for a in (q, k, v)))).declined == ()
@@ -211,8 +213,8 @@ def test_warm_calls_move_the_maps(gpu):
         q, k, v = there(*hosts)
         out = cuflash.attention(q, k, v, causal=True)
         np.testing.assert_allclose(out.get(), cuflash.attention(*hosts, causal=True), atol=2e-3)
-    assert [launched.name for launched in gpu.launches] == ["prefill_fa3_fp16_d64_m192n128s2_turns_causal"] * 3
-    assert {launched.grid for launched in gpu.launches} == {4}
+    assert {launched.name.split("_m")[0] for launched in gpu.launches} == {"prefill_fa3_fp16_d64"}
+    assert [launched.grid for launched in gpu.launches] == [4] * 3
 
 
 def test_a_grid_is_no_larger_than_the_gpu(gpu):
@@ -235,9 +237,14 @@ def test_arrays_of_a_plan_may_lie_otherwise(gpu):
         np.testing.assert_allclose(plan.run(q, shifted, v).get(), want, atol=2e-3)
         np.testing.assert_allclose(plan.run(q, k, v).get(), want, atol=2e-3)
     assert [launched.name.split("_")[1] for launched in gpu.launches] == ["fa2", "fa3"] * 2
+    scattered = FakeArray((1, 130, 2, 65), F16)[..., :64]
+    assert plan.run(q, k, v, out=scattered) is scattered and gpu.launches[-1].name.startswith("prefill_fa2")
+    np.testing.assert_allclose(scattered.get(), want, atol=2e-3)
     forced = cuflash.plan(q, k, v, kernel="fa3")
     with pytest.raises(ValueError, match="k: it loads boxes by tensor maps, which cannot describe address"):
         forced.run(q, shifted, v)
+    with pytest.raises(ValueError, match="out: strides or addresses"):
+        forced.run(q, k, v, out=scattered)
 
 
 def test_counters_of_two_streams_differ(gpu):

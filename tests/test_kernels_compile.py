@@ -132,5 +132,5 @@ def test_names_are_distinct_and_tell_the_tile():
     assert len(set(names)) == len(names)
     assert "prefill_fa1_bf16_d128_m32n128w4_causal" in names  # as tiles_fa1.py has it
     assert "prefill_fa2_bf16_d128_m128n64w4s2_causal" in names  # as tiles.py has it
-    assert "prefill_fa3_bf16_d128_m128n128s2_turns_causal" in names  # as tiles_fa3.py has it
+    assert any(re.fullmatch(r"prefill_fa3_bf16_d128_m\d+n\d+s\d(_turns)?_causal", name) for name in names)
     assert any(re.fullmatch(r"prefill_fp_fp64_dmma_d128_m\d+n\d+w\d+s\d_causal", name) for name in names)

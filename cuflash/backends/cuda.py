@@ -323,7 +323,7 @@ def _steps(plan: Plan, problem: Problem) -> tuple[AnyInstance, list[launch.Step]
     ready, info = plan.extra[0], device.probe(place)
     if not isinstance(ready, cuda_fa3.Instance):
         ready = with_load(ready, structs.copy_bytes((problem.q, problem.k, problem.v)), info)
-    elif (reason := cuda_fa3.why_no_maps(problem)) is not None:
+    elif (reason := cuda_fa3.why_not_these(problem)) is not None:
         if problem.kernel == "fa3":
             raise ValueError(reason)
         ready = instance(problem, info, "fa2")

@@ -73,6 +73,11 @@ def decline(problem: Problem) -> str | None:
     if problem.paged and problem.page_size % LEAST_PAGE_ROWS:
         least = f"it loads boxes of {LEAST_PAGE_ROWS} keys or a multiple"
         return f"page_table: pages of {problem.page_size} keys, and {least}; kernel='fa2' takes pages of any size"
+    return why_not_these(problem)
+
+
+def why_not_these(problem: Problem) -> str | None:
+    """Why arrays that lie so are left to kernel="fa2", in words, or None."""
     return why_not_out(problem) or why_no_maps(problem)
 
 
