@@ -38,16 +38,16 @@ ONE_KERNEL = "".join(line for line in PROFILE.splitlines(keepends=True) if "seco
 def test_memory_is_the_arrays_alone_but_for_naive():
     arrays = 4 * 2 * 4096 * 16 * 128 * 2
     for shape in ladder.SHAPES:
-        assert ladder.counted(shape, "fa1", H200).memory == ladder.counted(shape, "fa2", H200).memory == arrays
+        assert {ladder.counted(shape, kernel, H200).memory for kernel in ("fa1", "fa2", "fa3")} == {arrays}
         assert ladder.counted(shape, "naive", H200).memory == arrays + 12 * 2 * 16 * 4096**2
     assert FULL.flops == 4 * 2 * 16 * 4096**2 * 128 == 2 * CAUSAL.flops
 
 
 def test_a_block_reads_all_the_keys_that_its_rows_see():
     """Against a loop over blocks and tiles."""
-    for shape, kernel in ((s, k) for s in ladder.SHAPES for k in ("fa1", "fa2")):
+    for shape, kernel in ((s, k) for s in ladder.SHAPES for k in ("fa1", "fa2", "fa3")):
         tile = ladder.tile_of(shape, kernel, H200)
-        l2 = shared = 0
+        warps, l2, shared = tile.threads // 32, 0, 0
         for first in range(0, shape.seqlen, tile.m):
             l2 += 2 * tile.m * 2 * shape.head_dim  # queries, and what is written
             for key in range(0, shape.seqlen, tile.n):
@@ -55,12 +55,18 @@ def test_a_block_reads_all_the_keys_that_its_rows_see():
                     continue
                 l2 += 2 * tile.n * 2 * shape.head_dim
                 numbers = {  # of 2 bytes that go into shared memory or out of it
-                    "fa1": 2 * tile.n + tile.warps * tile.m + 2 * tile.n + 2 * tile.warps * tile.m * 2,
-                    "fa2": 2 * tile.n + tile.m + tile.warps * 2 * tile.n,
+                    "fa1": 2 * tile.n + warps * tile.m + 2 * tile.n + 2 * warps * tile.m * 2,
+                    "fa2": 2 * tile.n + tile.m + warps * 2 * tile.n,
+                    "fa3": 2 * tile.n + tile.m + tile.m // 64 * 2 * tile.n,
                 }
                 shared += numbers[kernel] * 2 * shape.head_dim
         found = ladder.counted(shape, kernel, H200)
         assert (found.l2, found.shared) == (32 * l2, 32 * shared)
+
+
+def test_other_gpus_have_no_rung_for_hopper():
+    assert ladder.kernels_of(H200) == ("naive", "fa1", "fa2", "fa3")
+    assert ladder.kernels_of(device.KNOWN["A100"]) == ladder.kernels_of(device.KNOWN["RTX 4090"]) == ("naive", "fa1", "fa2")
 
 
 def test_figures_of_the_profiler_are_summed_over_kernels():
@@ -96,7 +102,7 @@ def test_the_table_has_the_columns_that_were_measured():
     counts = {kernel: {"counted": vars(ladder.counted(FULL, kernel, H200))} for kernel in ladder.KERNELS}
     bare = ladder.markdown({"heading": "here", "results": {FULL.name: counts}})
     assert "TFLOP/s" not in bare and "measured" not in bare and "134" in bare and "6,577" in bare
-    for kernel, ms in zip(ladder.KERNELS, (4.0, 2.0, 1.0), strict=True):
+    for kernel, ms in zip(ladder.KERNELS, (4.0, 2.0, 1.0, 0.5), strict=True):
         counts[kernel] |= {"ms": ms, "tflops": FULL.flops / ms / 1e9} | ({} if kernel == "naive" else {"ratio": 2.0, "lower": 1.9})
     counts["fa1"] |= ladder.figures(ONE_KERNEL)
     text = ladder.markdown({"heading": "here", "results": {FULL.name: counts}, "profiler": "why not"})
@@ -118,7 +124,7 @@ def test_the_document_shows_what_the_command_counts(capsys):
         return {(row["call"], row["kernel"]): row for row in rows}
 
     counts, shown = table(capsys.readouterr().out), table(document.split(f"<!-- {ladder.MARKER}: begin -->")[1])
-    assert counts.keys() == shown.keys() and len(counts) == 6
+    assert counts.keys() == shown.keys() and len(counts) == 8
     for key, row in counts.items():
         assert {name: shown[key][name] for name in row} == row
 
@@ -139,5 +145,5 @@ def test_the_command_measures(tmp_path):
     command = [sys.executable, "-m", "cuflash", "bench", "ladder", "--only", "causal", "--json", str(path)]
     subprocess.run(command, check=True, timeout=300)
     found = json.loads(path.read_text())["results"]
-    assert list(found) == [CAUSAL.name] and all(found[CAUSAL.name][kernel]["tflops"] > 0 for kernel in ladder.KERNELS)
+    assert list(found) == [CAUSAL.name] and all(row["tflops"] > 0 for row in found[CAUSAL.name].values())
     assert report.geometric_mean([found[CAUSAL.name]["fa1"]["ratio"]]) > 0

@@ -1,4 +1,4 @@
-"""The ladder naive -> fa1 -> fa2 on one GPU: what each step moves through memory, counted and measured, and how fast it is.
+"""The ladder naive -> fa1 -> fa2 -> fa3 on one GPU: what each step moves through memory, counted and measured, and how fast it is.
 
 ``python -m cuflash bench ladder --json docs/ladder-h200.json --markdown docs/kernels.md``
 
@@ -6,7 +6,7 @@ The kernels take turns (A B C, C B A, ...) on the same inputs, each replaying a 
 which take much longer on the GPU than on the host); outputs are compared first. A ratio is the time of the step before divided by that
 of this one in the same turn: its median, and the lower end of a one-sided 95 % confidence interval. Bytes, instructions and what the
 tensor cores and the warps did are those of one call that runs under Nsight Compute (``ncu``) where that is installed, in a process of
-its own.
+its own. fa3 is a kernel for Hopper alone: on other GPUs the ladder ends with fa2.
 """
 
 from __future__ import annotations
@@ -30,11 +30,12 @@ from ..backends import cuda
 from ..problem import build_attention
 from . import peers, prefill, report
 
-KERNELS = ("naive", "fa1", "fa2")
+KERNELS = ("naive", "fa1", "fa2", "fa3")
 CHANGES = {
     "naive": "scores and weights are stored: two matrix products of a library and a softmax between them",
     "fa1": "tiles of keys and an online softmax: scores stay on the chip; the warps of a block share the keys",
     "fa2": "the warps share the rows instead: no partial results between them, and O rescaled only where a maximum grows",
+    "fa3": "copies (TMA) and products (wgmma, from shared memory) run on their own: one group's softmax beside the other's products",
 }
 TURNS, SECONDS_A_TURN = 11, 4e-3
 METRICS = {
@@ -111,6 +112,9 @@ def counted(shape: Shape, kernel: str, info: device.DeviceInfo) -> Counted:
     if kernel == "fa1":
         queries, keys_and_values = tile.warps * tile.m * row, copies  # every warp has all rows, and its share of the keys
         between_warps = 2 * tile.warps * tile.m * 4 * d  # partial results, written and read
+    elif kernel == "fa3":
+        queries, keys_and_values = tile.m * row, tile.m // 64 * copies  # read by the tensor cores, once for 64 rows
+        between_warps = 0
     else:
         queries, keys_and_values = tile.groups * tile.m * row * (not tile.q_registers), tile.warps // tile.groups * copies
         between_warps = (1 + tile.groups) * 2 * tile.m * tile.n if tile.groups > 1 else 0  # weights
@@ -124,6 +128,11 @@ def tile_of(shape: Shape, kernel: str, info: device.DeviceInfo) -> Any:
     chosen = cuda.instance(build_attention(q, q, q, causal=shape.causal), info, kernel)
     assert chosen is not None
     return chosen.tile
+
+
+def kernels_of(info: device.DeviceInfo) -> tuple[str, ...]:
+    """Those that the GPU runs."""
+    return KERNELS if info.cc == (9, 0) else KERNELS[:-1]
 
 
 # ---- measured ---------------------------------------------------------------------------------------------------------
@@ -289,7 +298,7 @@ def run(arguments: argparse.Namespace) -> str:
     info = device.KNOWN["H200"] if arguments.counted else device.probe(launch.device_getter()())
     found: dict[str, Any] = {
         "results": {
-            shape.name: {kernel: {"counted": vars(counted(shape, kernel, info))} for kernel in KERNELS} for shape in shapes
+            shape.name: {kernel: {"counted": vars(counted(shape, kernel, info))} for kernel in kernels_of(info)} for shape in shapes
         }
     }
     if arguments.counted:
