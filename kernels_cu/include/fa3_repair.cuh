@@ -53,7 +53,7 @@ template <class C> __device__ __forceinline__ void repair_row(
 #pragma unroll
     for (int i = 0; i < C::DV / 32; ++i) {
         const int column = lane + 32 * i;
-        if (column < p.head_dim_v) out[column * p.out_stride.column] = u16(pack2<typename C::Out>(acc[i] / sum, 0.0f));
+        if (column < p.head_dim_v) out[column * p.out_stride.column] = u16(pack2<typename C::Out>(sum == 0.0f ? 0.0f : acc[i] / sum, 0.0f));
     }
 }
 
