@@ -25,6 +25,7 @@ BIAS_AXES = (
     "B Hq Sq Sk", "1 Hq Sq Sk", "B 1 Sq Sk", "B Hq 1 Sk", "B Hq Sq 1", "B 1 1 Sk", "1 1 Sq Sk", "Hq Sq Sk", "Sq Sk", "1 Sk", "Sk", "1",
 )
 MASK_AXES = ("B Hq Sq Sk", "1 Hq Sq Sk", "B 1 Sq Sk", "B 1 1 Sk", "B Hq Sq 1", "Sq Sk", "Sk", "1")
+PAGE_SIZES = (1, 2, 3, 7, 16, 16, 17, 64, 128, 256)
 # How arrays lie; all but the last four have contiguous rows and keep their alignment.
 ROWS = ("contiguous", "padded", "offset", "rows_reversed", "axes_swapped", "every_other_row")
 ANY_STRIDES = (*ROWS, "transposed", "reversed", "every_other", "columns_reversed")
@@ -67,7 +68,7 @@ class Kind:
     def hopper(self) -> bool:
         """Whether prefill_fa3 takes such problems, if their arrays lie as its copies want them."""
         short = self.itemsize == 2 and self.out == self.dtype and self.load == 16
-        return self.kernel == "fa2" and short and not (self.mask or self.bias or self.alibi or self.paged)
+        return self.kernel == "fa2" and short and not (self.mask or self.bias or self.alibi)
 
     @property
     def exists(self) -> bool:
@@ -237,7 +238,7 @@ def examples(draw: st.DrawFn, of: Sequence[Kind], longest: int = LONGEST, naive:
         fields["longest"] = None if kind.flat else one(None, 0, 7)
     fields |= {"b": b, "sq": sq, "sk": sk, "hkv": hkv, "ratio": ratio}
     if kind.paged:
-        fields["page_size"] = one(1, 2, 3, 7, 16, 16, 17, 64, 128, 256)
+        fields["page_size"] = one(*PAGE_SIZES)
     if kind.paged or chance(30):
         limits = fields["packed"][1] if storage == "packed" else [sk] * b
         fields["kv_lengths"] = tuple(n if chance(30) else draw(st.integers(0, n)) for n in limits)

@@ -4,8 +4,8 @@
     python3 tests/fuzz_forward.py --target cuda --run "Example(...)"
 
 The second form repeats a failing example, which the first prints. Everything follows from the seed; Hypothesis keeps failing
-examples in a folder as well and begins the next run with them. Targets are "cuda" (a GPU), "emulator" (the raw kernels on the host)
-and kernels of the host such as "cpu/fa2", which take the same problems.
+examples in a folder as well and begins the next run with them. Targets are "cuda" (a GPU), "emulator" (the raw kernels on the host),
+both with "/fa3" for the kinds that this kernel takes, and kernels of the host such as "cpu/fa2", which take the same problems.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from fuzz_check import build, check, emulated, examine  # noqa: E402
 from hypothesis import HealthCheck, Phase, given, reject, seed, settings  # noqa: E402
 from hypothesis.database import DirectoryBasedExampleDatabase  # noqa: E402
 
-from fuzz import LONGEST, Example, Kind, examples, kinds  # noqa: E402
+from fuzz import LONGEST, PAGE_SIZES, Example, Kind, examples, kinds  # noqa: E402
 
 MOST_INSTANCES = 150
 SHRINK_SECONDS = 10.0
@@ -51,12 +51,13 @@ DECLINED = {"naive": "cuBLAS needs|no scale of 0", "fa3": "it loads boxes"}  # r
 # --- which kernels -----------------------------------------------------------------------------------------------------
 
 
-def sources(of: list[Kind], info: device.DeviceInfo) -> list[jit.Source]:
-    """Everything that problems of these kinds may have compiled."""
+def sources(of: list[Kind], info: device.DeviceInfo, kernel: str = "") -> list[jit.Source]:
+    """Everything that problems of these kinds may have compiled, for whichever kernel or for fa3 alone."""
     found: dict[str, jit.Source] = {}
     for kind in of:
         for source in _sources(kind, info):
-            found[source.name] = source
+            if kernel != "fa3" or source.name.startswith(("prefill_fa3", "clear_rows")):
+                found[source.name] = source
     return list(found.values())
 
 
@@ -86,9 +87,10 @@ def _sources(kind: Kind, info: device.DeviceInfo) -> list[jit.Source]:
         if not flat_rows or kind.flat:
             found.append(cuda.clear_source(problem.out_dtype.itemsize, problem.compute_dtype.itemsize, flat_rows))
     if kind.hopper and info.cc == (9, 0):
-        hopper = cuda.instance(problem, info, "fa3")
-        assert hopper is not None
-        found.append(hopper.source)
+        for size in [n for n in PAGE_SIZES if n % 16 == 0] if kind.paged else [0]:
+            hopper = cuda.instance(emulated(build(dataclasses.replace(e, page_size=size))), info, "fa3")
+            assert hopper is not None
+            found.append(hopper.source)
     if kind.naive:
         options = bool(kind.bias) or kind.mask or kind.softcap
         found.append(naive_cuda._instance(kind.dtype, options, kind.bias or kind.dtype))
@@ -96,12 +98,12 @@ def _sources(kind: Kind, info: device.DeviceInfo) -> list[jit.Source]:
     return found
 
 
-def some_kinds(number: int, count: int, info: device.DeviceInfo) -> list[Kind]:
-    """As many kinds as there may be instances, and no more than ``count``."""
+def some_kinds(number: int, count: int, info: device.DeviceInfo, kernel: str = "") -> list[Kind]:
+    """As many kinds as there may be instances, and no more than ``count``; with "fa3" those that it takes."""
     taken: list[Kind] = []
     names: set[str] = set()
-    for kind in kinds(number, count):
-        more = names | {source.name for source in _sources(kind, info)}
+    for kind in [kind for kind in kinds(number, 10 * count) if kind.hopper] if kernel == "fa3" else kinds(number, count):
+        more = names | {source.name for source in sources([kind], info, kernel)}
         if len(more) <= MOST_INSTANCES:
             taken.append(kind)
             names = more
@@ -117,7 +119,8 @@ class Broken(Exception):
 
 def tester(target: str, folder: Path) -> Callable[[Example], float]:
     """A function that examines one example on the target."""
-    if target == "emulator":
+    backend, _, kernel = target.partition("/")
+    if backend == "emulator":
         from emulator.emulate import Emulator
 
         made, gpu = Emulator(folder), device.KNOWN["H200"]
@@ -125,12 +128,12 @@ def tester(target: str, folder: Path) -> Callable[[Example], float]:
         def emulate(e: Example) -> float:
             built = build(e)
             problem = emulated(built)
-            assert cuda.decline(problem, e.kernel) is None
-            made.run(problem, gpu, cuda.instance(problem, gpu, e.kernel), side="end" if e.seed % 2 else "start")
+            if (reason := cuda.decline(problem, kernel or e.kernel)) is not None:
+                raise NoBackendError(reason)
+            made.run(problem, gpu, cuda.instance(problem, gpu, kernel or e.kernel), side="end" if e.seed % 2 else "start")
             return check(built, built.call.out, built.call.lse)
 
         return emulate
-    backend, _, kernel = target.partition("/")
     return lambda e: examine(e, Target(backend, kernel or e.kernel))
 
 
@@ -139,6 +142,7 @@ def search(
 ) -> dict[str, Any]:
     """Examine so many problems of a kind; the smallest that fails is kept."""
     tally: collections.Counter[str] = collections.Counter()
+    kernel = target.partition("/")[2]
     failed: dict[str, str] = {}
     worst, first = [0.0, ""], [0.0]
 
@@ -151,7 +155,7 @@ def search(
         try:
             error = test(e)
         except NoBackendError as reason:
-            if re.search(DECLINED.get(e.kernel, "$^"), str(reason)):
+            if re.search(DECLINED.get(kernel or e.kernel, "$^"), str(reason)):
                 tally["declined"] += 1
                 return
             raise _noted(failed, first, text, reason) from None
@@ -164,8 +168,8 @@ def search(
         if error > worst[0]:
             worst[:] = error, text
 
-    naive = 0 if target == "emulator" else 12
-    longest = EMULATED_LONGEST if target == "emulator" else LONGEST
+    naive = 12 if target == "cuda" else 0
+    longest = EMULATED_LONGEST if target.startswith("emulator") else LONGEST
     hopper = 40 if target == "cuda" and device.probe(0).cc == (9, 0) else 0
     run = given(examples([kind], longest, naive, hopper))(body)
     run = seed(number)(run)
@@ -276,8 +280,9 @@ def fuzz(arguments: argparse.Namespace, folder: Path) -> int:
     until = started + arguments.seconds
     on_gpu = arguments.target.startswith("cuda")
     info = device.probe(0) if on_gpu else device.KNOWN["H200"]
-    of = some_kinds(arguments.seed, arguments.kinds, info)
-    planned = sources(of, info)
+    kernel = arguments.target.partition("/")[2]
+    of = some_kinds(arguments.seed, arguments.kinds, info, kernel)
+    planned = sources(of, info, kernel)
     count = -(-arguments.problems // len(of))
     tasks = [{"kind": vars(kind), "count": count, "seed": arguments.seed * 1000 + n} for n, kind in enumerate(of)]
 
