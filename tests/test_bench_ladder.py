@@ -49,7 +49,7 @@ def test_a_block_reads_all_the_keys_that_its_rows_see():
         tile = ladder.tile_of(shape, kernel, H200)
         warps, l2, shared = tile.threads // 32, 0, 0
         for first in range(0, shape.seqlen, tile.m):
-            l2 += 2 * tile.m * 2 * shape.head_dim  # queries, and what is written
+            l2 += 2 * min(tile.m, shape.seqlen - first) * 2 * shape.head_dim  # queries, and what is written
             for key in range(0, shape.seqlen, tile.n):
                 if shape.causal and key > first + tile.m - 1:
                     continue

@@ -215,14 +215,17 @@ def test_it_is_what_auto_takes():
 @of_each_dtype
 @pytest.mark.parametrize("d", [64, 128, 256])
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (300, 0)}], ids=["full", "causal", "window"])
-def test_many_tiles_agree_with_fa2_and_twenty_runs_with_one_another(options, d, dtype):
-    """Blocks take their tiles as they become free, in another order in every run: nothing may depend on it."""
-    q, k, v = there(*inputs((3, 1500, 1500, 16, 4), d, d, dtype))
+@pytest.mark.parametrize("sizes", [(3, 1500, 1500, 16, 4), (1, 4203, 4100, 12, 4)], ids=["1500", "4203"])
+def test_many_tiles_agree_with_fa2_and_twenty_runs_with_one_another(sizes, options, d, dtype):
+    """Blocks take their tiles as they become free, in another order in every run: nothing may depend on it. Long calls have other tiles."""
+    q, k, v = there(*inputs(sizes, d, d, dtype))
     first, first_lse = cuflash.attention(q, k, v, kernel="fa3", return_lse=True, **options)
     other, other_lse = cuflash.attention(q, k, v, kernel="fa2", return_lse=True, **options)
     a, b = (x.astype(np.float32) for x in (first, other))
     assert float(abs(a - b).max()) <= 4 * compare.eps(dtype) * float(abs(b).max())
-    assert float(abs(first_lse - other_lse).max()) <= 1e-5 * float(abs(other_lse).max())
+    finite = np.isfinite(other_lse)  # the first rows of a causal call with more queries than keys see nothing
+    assert (np.isfinite(first_lse) == finite).all()
+    assert float(abs(first_lse[finite] - other_lse[finite]).max()) <= 1e-5 * float(abs(other_lse[finite]).max())
     for _ in range(20):
         out, lse = cuflash.attention(q, k, v, kernel="fa3", return_lse=True, **options)
         assert (out.view(np.uint16) == first.view(np.uint16)).all() and (lse.view(np.uint32) == first_lse.view(np.uint32)).all()
