@@ -64,7 +64,7 @@ ABSENT: dict[str, dict[str, str]] = {
         **{name: f"it has no {name}" for name in ("alibi_slopes", "bias", "mask")},
         **{name: f"{name} is not part" for name in ("score_mod", "mask_mod", "num_splits")},
         **{dtype: f"{dtype} arrays; it takes float16" for dtype in ("float32", "float64")},
-        "sqdist": "score='sqdist' is not part", "strides": "it loads boxes",
+        "sqdist": "score='sqdist' is not part", "strides": "it loads boxes", "results": "it stores 16",
         **WIDER,
     },
     "cuda/fa1": {
@@ -92,7 +92,7 @@ def absent(target: Target, dtype: np.dtype, options: Mapping[str, Any]) -> list[
     """Words of the reasons for which a target may decline a call with these options."""
     asked = {name for name, value in options.items() if value is not None and not (name == "num_splits" and value == 1)}
     asked |= {f"{dtype.name} {name}" for name in asked} | ({f"packed {name}" for name in asked} if options.get("packed") else set())
-    asked |= {dtype.name, "strides"} | ({"sqdist"} if options.get("score") == "sqdist" else set())
+    asked |= {dtype.name, "strides", "results"} | ({"sqdist"} if options.get("score") == "sqdist" else set())
     if np.ndim(options.get("scale")) == 0 and options.get("scale") == 0:
         asked.add("scale of 0")
     asked |= {"page_table"} if "cache_batch_index" in asked else set()  # which is one

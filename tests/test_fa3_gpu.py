@@ -162,6 +162,24 @@ def test_strides_that_boxes_can_have(how, d, dtype):
     assert_right(*arrays, causal=True)
 
 
+@pytest.mark.parametrize("d", [40, 64, 128])
+@pytest.mark.parametrize("how", ["wide rows", "heads first", "every other row"])
+def test_results_in_rows_of_whole_pieces(how, d):
+    """And nothing beside them is written."""
+    q, k, v = inputs((2, 200, 150, 4, 2), d, d, BF16)
+    want = compare.expect([build_attention(q, k, v, causal=True)])
+    if how == "wide rows":
+        out, lse = np.full((2, 200, 4, d + 24), np.nan, BF16)[..., 8 : d + 8], np.full((2, 4, 203), np.nan, F32)[..., 1:-2]
+    elif how == "heads first":
+        out, lse = np.full((2, 4, 200, d), np.nan, BF16).swapaxes(1, 2), np.full((2, 200, 4), np.nan, F32).swapaxes(1, 2)
+    else:
+        out, lse = np.full((2, 400, 4, d), np.nan, BF16)[:, ::2], np.full((2, 4, 400), np.nan, F32)[..., ::2]
+    devices.call(FA3, cuflash.attention, (q, k, v), {"causal": True, "kernel": "fa3", "backend": "cuda", "out": out, "lse": lse})
+    compare.assert_close(out, want.out[0], want.out_bound, "out")
+    compare.assert_close(lse, want.lse[0], want.lse_bound, "lse")
+    assert calls.gaps_untouched(out) and calls.gaps_untouched(lse)
+
+
 LEFT_TO_OTHERS = {
     "bias": np.zeros((200, 200), np.float32), "mask": np.ones((200, 200), bool), "alibi_slopes": np.ones(4),
 }
@@ -175,7 +193,18 @@ def test_options_that_it_leaves_to_others(name):
 
 @pytest.mark.parametrize("d", [1, 7, 33, 60, 66, 129, 255])
 def test_head_sizes_that_it_leaves_to_others(d):
-    assert_answered_by_fa2(*inputs((2, 200, 200, 4, 2), d, d, BF16), "it loads boxes")
+    assert_answered_by_fa2(*inputs((2, 200, 200, 4, 2), d, d, BF16), "it stores 16")
+    assert_answered_by_fa2(*inputs((2, 200, 200, 4, 2), d, 64, BF16), "it loads boxes")
+
+
+def test_results_that_it_leaves_to_others():
+    q, k, v = inputs((2, 200, 150, 4, 2), 64, 64, BF16)
+    want = compare.expect([build_attention(q, k, v)])
+    out = np.full((2, 200, 4, 67), np.nan, BF16)[..., 1:65]
+    devices.call(FA3, cuflash.attention, (q, k, v), {"backend": "cuda", "out": out})
+    compare.assert_close(out, want.out[0], want.out_bound, "out")
+    with pytest.raises(cuflash.NoBackendError, match="cuda/fa3: out: strides"):
+        devices.call(FA3, cuflash.attention, (q, k, v), {"kernel": "fa3", "backend": "cuda", "out": out})
 
 
 @pytest.mark.parametrize("how", ["reversed", "offset", "every_other", "expanded heads"])
