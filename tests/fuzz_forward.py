@@ -14,6 +14,7 @@ import argparse
 import collections
 import dataclasses
 import json
+import math
 import os
 import queue
 import re
@@ -87,7 +88,7 @@ def _sources(kind: Kind, info: device.DeviceInfo) -> list[jit.Source]:
         if not flat_rows or kind.flat:
             found.append(cuda.clear_source(problem.out_dtype.itemsize, problem.compute_dtype.itemsize, flat_rows))
     if kind.hopper and info.cc == (9, 0):
-        for size in [n for n in PAGE_SIZES if n % 16 == 0] if kind.paged else [0]:
+        for size in {n * 16 // math.gcd(n, 16) for n in PAGE_SIZES} if kind.paged else [0]:
             hopper = cuda.instance(emulated(build(dataclasses.replace(e, page_size=size))), info, "fa3")
             assert hopper is not None
             found.append(hopper.source)
@@ -170,7 +171,7 @@ def search(
 
     naive = 12 if target == "cuda" else 0
     longest = EMULATED_LONGEST if target.startswith("emulator") else LONGEST
-    hopper = 40 if target == "cuda" and device.probe(0).cc == (9, 0) else 0
+    hopper = 100 if kernel == "fa3" else 40 if target == "cuda" and device.probe(0).cc == (9, 0) else 0
     run = given(examples([kind], longest, naive, hopper))(body)
     run = seed(number)(run)
     run = settings(
