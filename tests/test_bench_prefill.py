@@ -51,16 +51,21 @@ class Recorded:
     def __init__(self, name: str, notes: list[str]):
         self.name, self.notes = name, notes
 
+    def start(self) -> None:
+        self.notes.append(self.name.upper())
+
     def seconds(self) -> float:
         self.notes.append(self.name)
         return float(len(self.notes))
 
 
-def test_every_side_has_its_turn_and_neighbours_change():
+def test_every_side_has_its_turn_after_itself_and_neighbours_change():
     notes: list[str] = []
-    times = prefill.take_turns({name: Recorded(name, notes) for name in "abc"}, 3)
-    assert "".join(notes) == "abc" "abc" "cba" "abc"
-    assert [list(t) for t in times.values()] == [[4, 9, 10], [5, 8, 11], [6, 7, 12]]
+    times = prefill.take_turns({name: Recorded(name, notes) for name in "abc"}, 40)
+    rounds = ["".join(notes[6 * n : 6 * n + 6]) for n in range(40)]
+    assert all(sorted(one[1::2]) == ["a", "b", "c"] and one[::2] == one[1::2].upper() for one in rounds)
+    assert len(set(rounds)) == 6
+    assert all(notes[int(t) - 1] == name for name, seconds in times.items() for t in seconds)
 
 
 def test_ratios_are_of_the_same_turn():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -314,7 +315,10 @@ def test_a_plan_follows_other_arrays():
 
 
 def test_memory_is_that_of_the_arrays():
-    """131,072 queries and keys, 32 heads of size 128: beside inputs, output and LSE no more than 1 MiB, by CuPy's count and by CUDA's."""
+    """131,072 queries and keys, 32 heads of size 128: beside inputs, output and LSE no more than 1 MiB, by CuPy's count and by CUDA's.
+
+    CUDA counts what other processes take as well: where there are some for the tests, it is not asked.
+    """
     import cupy
 
     n, heads, d, spare = 131072, 32, 128, 1 << 20
@@ -331,5 +335,5 @@ def test_memory_is_that_of_the_arrays():
         cupy.cuda.Device().synchronize()
         results = out.nbytes + lse.nbytes
         assert pool.total_bytes() - held <= results + spare
-        assert free - cupy.cuda.runtime.memGetInfo()[0] <= results + spare
+        assert "PYTEST_XDIST_WORKER" in os.environ or free - cupy.cuda.runtime.memGetInfo()[0] <= results + spare
         assert cuflash.plan(q, k, v).kernel == "fa3" and bool(np.isfinite(lse).all())

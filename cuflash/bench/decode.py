@@ -2,7 +2,7 @@
 
 ``python -m cuflash bench decode --json docs/decode-h200.json --markdown docs/decode.md``
 
-All sides of a row take turns (A B C A B C ...) on the same arrays, each replaying a CUDA graph of calls that rotate through keys and
+All sides of a row take turns on the same arrays, in an order by chance, each replaying a CUDA graph of calls that rotate through keys and
 values larger than the L2 cache, so that neither host time nor cached keys count; every side's values are compared first. A ratio is
 another side's time divided by cuflash's in the same turn: what counts is its median and the lower end of a one-sided 95 % confidence
 interval of that median. A cost is the time of a variant divided by that of the plain call, with the upper end. TB/s count keys and

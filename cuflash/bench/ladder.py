@@ -2,7 +2,7 @@
 
 ``python -m cuflash bench ladder --json docs/ladder-h200.json --markdown docs/kernels.md``
 
-The kernels take turns (A B C, C B A, ...) on the same inputs, each replaying a CUDA graph of a few calls (naive: the calls themselves,
+The kernels take turns on the same inputs, in an order by chance, each replaying a CUDA graph of a few calls (naive: the calls themselves,
 which take much longer on the GPU than on the host); outputs are compared first. A ratio is the time of the step before divided by that
 of this one in the same turn: its median, and the lower end of a one-sided 95 % confidence interval. Bytes, instructions and what the
 tensor cores and the warps did are those of one call that runs under Nsight Compute (``ncu``) where that is installed, in a process of

@@ -2,7 +2,7 @@
 
 ``python -m cuflash bench prefill --kernel fa3 --dtype both --json docs/prefill-fa3-h200.json --markdown docs/performance.md``
 
-cuflash and the peers take turns on the same inputs (A B C, C B A, ...), each replaying a CUDA graph of a few calls, so that host time
+cuflash and the peers take turns on the same inputs, in an order by chance, each replaying a CUDA graph of a few calls, so that host time
 stays out (but for our naive kernel, whose calls take much longer on the GPU than on the host); outputs are compared first. Peers that
 store the scores take turns with cuflash alone. A ratio is the peer's time divided by cuflash's in the same turn, for the best peer the
 smallest time of all that store no scores: what counts is its median and the lower end of a one-sided 95 % confidence interval of that
@@ -151,13 +151,17 @@ class Timed:
 
 
 def take_turns(sides: dict[T, Timed], turns: int) -> dict[T, np.ndarray]:
-    """Seconds of a call, (turns,) for each side: all of them in each turn, the other way round in every second one."""
-    for side in sides.values():
-        side.seconds()
+    """Seconds of a call, (turns,) for each side: all of them in each turn, in an order by chance.
+
+    What is measured comes after as much of the same: the clock follows what has run before.
+    """
+    rng, names = np.random.default_rng(0), list(sides)
     found: dict[T, list[float]] = {name: [] for name in sides}
-    for turn in range(turns):
-        for name in list(sides)[:: -1 if turn % 2 else 1]:
-            found[name].append(sides[name].seconds())
+    for _ in range(turns):
+        for n in rng.permutation(len(names)):
+            side = sides[names[n]]
+            side.start()
+            found[names[n]].append(side.seconds())
     return {name: np.array(seconds) for name, seconds in found.items()}
 
 
@@ -338,14 +342,12 @@ def run(arguments: argparse.Namespace) -> str:
     peers = {name: peer for name, peer in importable().items() if any(word in name for word in words)}
     dtypes = tuple(DTYPES) if arguments.dtype == "both" else (arguments.dtype,)
     found: dict[str, Any] = {"environment": environment(), "results": {}}
+    if not arguments.only:
+        found["accuracy"] = accuracy.measure(arguments.kernel, peers, dtypes)
     for shape in progress(list(cases(arguments.only, dtypes))):
         found["results"][shape.name] = measure(shape, arguments.kernel, peers)
         found["summary"] = summary(found["results"])
         if arguments.json:  # after each shape: what has been measured is kept
-            report.write_json(arguments.json, found)
-    if not arguments.only:
-        found["accuracy"] = accuracy.measure(arguments.kernel, peers, dtypes)
-        if arguments.json:
             report.write_json(arguments.json, found)
     text = markdown(found)
     if arguments.markdown:
