@@ -69,7 +69,7 @@ LEFT = {
     "odd head": (made(d=33, dv=64), {}, "q: it loads boxes by tensor maps, which cannot describe strides of"),
     "odd values": (made(dv=33), {}, "out: "),
     "columns": ([a[..., ::2] for a in made(d=128)], {}, "q: columns 4 bytes apart, and it loads boxes"),
-    "odd values": ([*made()[:2], np.zeros((2, 200, 2, 48), F16)[..., :33]], {}, "out: rows of 33 numbers, and as it loads boxes"),
+    "odd slice": ([*made()[:2], np.zeros((2, 200, 2, 48), F16)[..., :33]], {}, "out: strides or addresses that allow 2 bytes at once"),
     "backwards": ([made()[0], *(a[:, ::-1] for a in made()[1:])], {}, "k: it loads boxes by tensor maps, which cannot describe strides"),
     "expanded": ([*made()[:2], np.broadcast_to(made()[2][:1], (2, 200, 2, 64))], {}, "v: it loads boxes by tensor maps"),
 }
