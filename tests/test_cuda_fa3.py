@@ -245,7 +245,7 @@ def test_arrays_of_a_plan_may_lie_otherwise(gpu):
     for out in (FakeArray((1, 130, 2, 72))[..., 3:67], FakeArray((1, 130, 64, 2)).transpose(0, 1, 3, 2)):
         for _ in range(2):
             np.testing.assert_allclose(plan.run(q, k, v, out=out).get(), want, atol=2e-3)
-        with pytest.raises(ValueError, match="out: strides or an address that are no multiples of 16 bytes"):
+        with pytest.raises(ValueError, match="out: strides or addresses that allow 2 bytes at once"):
             forced.run(q, k, v, out=out)
     assert [launched.name.split("_")[1] for launched in gpu.launches[4:]] == ["fa2"] * 4
     with pytest.raises(ValueError, match="k: it loads boxes by tensor maps, which cannot describe address"):

@@ -24,6 +24,7 @@ NAME = "cuda"
 KERNELS = ("fa3", "fa2", "fa1", "decode", "naive")
 
 TYPES = ("float16", "bfloat16")  # of prefill_fa2 and prefill_fa1
+LONG_TILES = 2048  # keys from which on tiles of prefill_fa3 are long
 TAKES_E4M3 = ("decode",)
 TAKES_DEVICE_INDICES = ("fa3", "fa2", "decode")  # kernels that read lengths and cu_seqlens where they are
 # Arrays of a call that were made for it alone, or that results may overlap: with them no launch is prepared.
