@@ -20,12 +20,15 @@ class Fa3Tile(NamedTuple):
         Tiles of K and of V in shared memory.
     turns : bool
         Warpgroups start products in turn, so that one has its softmax while the others multiply.
+    values_first : bool
+        Softmax comes when both products of a step are there, the values' first; else during the values'.
     """
 
     warpgroups: int
     n: int
     stages: int = 2
     turns: bool = True
+    values_first: bool = False
 
     resident = 1  # blocks that shall fit a multiprocessor together
 
@@ -60,12 +63,12 @@ class Choice(NamedTuple):
 # By the larger padded head size. A thread holds, of two query rows, N / 2 scores, N / 4 registers of weights and DV / 2 of O: it has 232
 # registers of two warpgroups, 160 of three, 112 of four. More rows of a block read K and V less often, and more warpgroups have more to do
 # while one of them waits.
-_FOUR = Fa3Tile(4, 64, 4)
+_FOUR = Fa3Tile(4, 64, 4, values_first=True)
 _THREE, _APART, _OF_256 = Fa3Tile(3, 64, 4), Fa3Tile(3, 64, 4, False), Fa3Tile(2, 64)
 _OF_96, _OF_192 = Fa3Tile(3, 96, 3), Fa3Tile(2, 96)
 PREFILL_FA3: dict[int, Choice] = {
     32: Choice({0: _FOUR}, {0: _FOUR}, {0: _FOUR}, {0: _THREE}),
-    64: Choice({0: _FOUR, 3000: Fa3Tile(3, 128)}, {0: _FOUR}, {0: _FOUR}, {0: _THREE}),
+    64: Choice({0: _FOUR, 6000: Fa3Tile(3, 128)}, {0: _FOUR}, {0: _FOUR}, {0: _THREE}),
     96: Choice({0: _OF_96}, {0: _OF_96}, {0: _THREE}, {0: _THREE}),
     128: Choice({0: _THREE, 3000: Fa3Tile(3, 80, 3)}, {0: _APART, 6000: Fa3Tile(3, 80, 3, False)}, {0: _APART}, {0: _APART}),
     160: Choice({0: _OF_192}, {0: _OF_192}, {0: _OF_192}, {0: _OF_192}),

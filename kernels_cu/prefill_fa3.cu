@@ -7,8 +7,8 @@ template <int STAGES_, int BYTES, int BARRIERS> struct Stages {
 };
 
 template <
-    class In_, class Out_, int DQK_, int DV_, int WARPGROUPS_, int N_, int STAGES_, bool TURNS_, int MASK_, int SCORE_, int PAGE_ROWS_ = 0,
-    bool FLAT_ = false, bool PACKED_ = false>
+    class In_, class Out_, int DQK_, int DV_, int WARPGROUPS_, int N_, int STAGES_, bool TURNS_, bool VALUES_FIRST_, int MASK_, int SCORE_,
+    int PAGE_ROWS_ = 0, bool FLAT_ = false, bool PACKED_ = false>
 struct PrefillFa3 {
     using In = In_;
     using Out = Out_;
@@ -16,7 +16,7 @@ struct PrefillFa3 {
     static constexpr int MASK = MASK_, SCORE = SCORE_;
     static constexpr int PAGE_ROWS = PAGE_ROWS_;  // rows of a box: page sizes are multiples of it; 0: there are no pages
     static_assert(PAGE_ROWS == 0 || (PAGE_ROWS % 16 == 0 && N % PAGE_ROWS == 0), "");
-    static constexpr bool TURNS = TURNS_, FLAT = FLAT_;
+    static constexpr bool TURNS = TURNS_, VALUES_FIRST = VALUES_FIRST_, FLAT = FLAT_;
     static constexpr bool PACKED = PACKED_;  // rows are (query, head) of a group, see group_shift()
     static constexpr bool CUTS = MASK != MASK_LENGTH;  // rows of a block may see different keys
     static constexpr int THREADS = 128 * (WARPGROUPS + 1);

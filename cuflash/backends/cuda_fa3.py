@@ -44,7 +44,8 @@ class Instance(PrefillInstance):
     @property
     def tile_words(self) -> list[str]:
         t = self.tile
-        return [f"m{t.m}n{t.n}s{t.stages}", *["turns"] * t.turns, *["packed"] * self.packed]
+        words = [f"m{t.m}n{t.n}s{t.stages}", *["turns"] * t.turns, *["values"] * t.values_first]
+        return words + ["packed"] * self.packed
 
     @property
     def page_words(self) -> list[str]:
@@ -57,7 +58,7 @@ class Instance(PrefillInstance):
     @property
     def arguments(self) -> list[Any]:
         t = self.tile
-        numbers = [self.d, self.dv, t.warpgroups, t.n, t.stages, t.turns, self.mask, self.score]
+        numbers = [self.d, self.dv, t.warpgroups, t.n, t.stages, t.turns, t.values_first, self.mask, self.score]
         return [CUDA_TYPES[self.dtype], CUDA_TYPES[self.out], *numbers, self.page_rows, self.flat, self.packed]
 
 

@@ -1,7 +1,7 @@
 // What a warpgroup of prefill_fa3.cu does with its 64 query rows.
 //
-// Products run on their own while the warps compute: with the scores of a tile of keys are started the values of the one before, and those
-// run while softmax does; and warpgroups take turns to start products, so that one has its softmax while the others multiply.
+// Products run on their own while the warps compute: warpgroups take turns to start them, so that one has its softmax while the others
+// multiply. The scores of a tile of keys and the values of the one before are started together.
 #include "include/fa3_tile.cuh"
 #include "include/score.cuh"
 #include "include/softmax_state.cuh"
@@ -17,10 +17,11 @@ template <class C> struct Warpgroup {
     Ring<typename C::KStages> keys;
     Ring<typename C::VStages> values;
     SoftmaxState<2> state;
-    float limit[2];  // scores up to which a row keeps its reference
-    bool careful;    // a limit is negative, or a reference large: always look at the tops themselves
+    float limit[2];  // scores up to which a row keeps its reference; negative: always look at the tops themselves
     float S_rmem[1][C::N / 8][4], O_rmem[1][C::DV / 8][4];
     u32 P_rmem[C::N / 16][4];
+    static constexpr int PARTS = C::VALUES_FIRST && C::N % 32 == 0 ? C::N / 32 : 1;  // of softmax
+    static constexpr int PART = C::N / 8 / PARTS;
 
     __device__ __forceinline__ Warpgroup(const PrefillParams& p, int number, u32 smem)
         : p(p), number(number), lead(thread_index() % 32 == 0), queries{smem + C::Q_SMEM, number}, keys{smem + C::K_SMEM},
@@ -38,7 +39,6 @@ template <class C> struct Warpgroup {
     __device__ __forceinline__ bool attend(const QueryTile<C>& tile) {
         if (tile.batch < 0) return false;
         state.init();
-        careful = false;
 #pragma unroll
         for (int ot = 0; ot < C::DV / 8; ++ot)
 #pragma unroll
@@ -106,26 +106,47 @@ template <class C> struct Warpgroup {
         wgmma_wait<0>();
         done_with_keys(n == first);
         logits(tile, n, masked);
-        softmax<true>();
-        round();
+        if constexpr (C::VALUES_FIRST) {
+            softmax_in_parts<true>();
+        } else {
+            softmax<true>();
+            round();
+        }
     }
 
-    // A tile of keys; the values of the one before run while softmax does.
+    // A tile of keys, and the values of the one before. With enough warpgroups, others fill the time until both products are there, and
+    // nothing runs during softmax; else the values do.
     template <bool MASKED> __device__ __forceinline__ void next_keys(const QueryTile<C>& tile, int n, int first) {
-        keys.wait_full();
-        begin_turn();
-        scores();
-        values.wait_full();
-        add_values();
-        if (C::WARPGROUPS > 2) end_turn();
-        wgmma_wait<1>();
-        if (C::WARPGROUPS == 2) end_turn();  // two are then half a step apart, and one always has products to run
-        done_with_keys(n == first);
-        logits(tile, n, MASKED);
-        softmax<false>();
-        values.release(lead);
-        values.advance();
-        round();
+        if constexpr (C::VALUES_FIRST) {
+            values.wait_full();
+            keys.wait_full();
+            begin_turn();
+            wgmma_fence();
+            add_values();
+            scores();
+            end_turn();
+            wgmma_wait<0>();
+            values.release(lead);
+            values.advance();
+            done_with_keys(n == first);
+            logits(tile, n, MASKED);
+            softmax_in_parts<false>();
+        } else {
+            keys.wait_full();
+            begin_turn();
+            scores();
+            values.wait_full();
+            add_values();
+            if (C::WARPGROUPS > 2) end_turn();
+            wgmma_wait<1>();
+            if (C::WARPGROUPS == 2) end_turn();  // two are then half a step apart, and one always has products to run
+            done_with_keys(n == first);
+            logits(tile, n, MASKED);
+            softmax<false>();
+            values.release(lead);
+            values.advance();
+            round();
+        }
     }
 
     __device__ __forceinline__ void last_values() {
@@ -181,35 +202,13 @@ template <class C> struct Warpgroup {
     // Scores -> weights. Unless it is the first tile, wait for the values that run meanwhile, and bring O to the references.
     template <bool FIRST> __device__ __forceinline__ void softmax() {
         float factor[2], scale = p.logit_scale;
-        const bool raise = FIRST || __any_sync(0xffffffffu, (positive_top(0) > limit[0]) | (positive_top(1) > limit[1]) | careful);
-        if (__builtin_expect(raise, FIRST)) {
-            float top[2];
-            state.tops(top, S_rmem);
-            factor[0] = factor[1] = 1.0f;
-            state.raise(top, scale, [&](int r, float f) { factor[r] = f; });
-            bool low = false;
-#pragma unroll
-            for (int r = 0; r < 2; ++r) limit[r] = (state.reference[r] + Fast32::SLACK) * reciprocal_fast(scale), low = low | !(limit[r] >= 0.0f);
-            const bool large = state.is_large();
-            careful = low | large;
-            if (large) {  // see SoftmaxState::weigh
-#pragma unroll
-                for (int nt = 0; nt < C::N / 8; ++nt)
-#pragma unroll
-                    for (int c = 0; c < 4; ++c) S_rmem[0][nt][c] = __fmul_rn(S_rmem[0][nt][c], scale);
-                scale = 1.0f;
-            }
-        }
+        const bool raise = FIRST || rises(0);
+        if (__builtin_expect(raise, FIRST)) raise_references(0, scale, factor);
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             float sum = 0.0f;
 #pragma unroll
-            for (int nt = 0; nt < C::N / 8; ++nt) {
-                float &x = S_rmem[0][nt][2 * r], &y = S_rmem[0][nt][2 * r + 1];
-                x = exp2_fast(__fmaf_rn(x, scale, -state.reference[r]));
-                y = exp2_fast(__fmaf_rn(y, scale, -state.reference[r]));
-                sum += x + y;
-            }
+            for (int nt = 0; nt < C::N / 8; ++nt) sum += weigh(nt, r, scale);
             state.sum[r] += sum;
         }
         if constexpr (!FIRST) {
@@ -223,12 +222,92 @@ template <class C> struct Warpgroup {
         }
     }
 
-    // The lane's largest score of a row, if it is positive: such numbers are in the order of their bits, and integers have a maximum of
-    // three in one instruction.
-    __device__ __forceinline__ float positive_top(int r) const {
+    // The same with no product under way, and weights are rounded as they come. Each part of the scores is looked at before the
+    // exponentials of the part before it: these begin early, and the rest is done while they run.
+    template <bool FIRST> __device__ __forceinline__ void softmax_in_parts() {
+        float scale = p.logit_scale;
+#pragma unroll
+        for (int part = 0; part < PARTS; ++part) {
+            const bool raise = FIRST ? part == 0 : rises(part);
+            if (part > 0) weights(part - 1, scale);
+            if (__builtin_expect(raise, FIRST)) {
+                float factor[2];
+                raise_references(part, scale, factor);
+                if (!FIRST) rescale(part, factor);
+            }
+        }
+        weights(PARTS - 1, scale);
+    }
+
+    // Whether a row's reference may have to follow the scores of a part.
+    __device__ __forceinline__ bool rises(int part) const {
+        return __any_sync(0xffffffffu, (positive_top(part, 0) > limit[0]) | (positive_top(part, 1) > limit[1]));
+    }
+
+    // References up to the scores of the parts from this one on, and what that multiplies earlier weights by.
+    __device__ __forceinline__ void raise_references(int part, float& scale, float (&factor)[2]) {
+        float top[2] = {-infinity(), -infinity()};
+#pragma unroll
+        for (int nt = part * PART; nt < C::N / 8; ++nt)
+#pragma unroll
+            for (int c = 0; c < 4; ++c) top[c / 2] = fmaxf(top[c / 2], S_rmem[0][nt][c]);
+        state.share(top);
+        factor[0] = factor[1] = 1.0f;
+        state.raise(top, scale, [&](int r, float f) { factor[r] = f; });
+        const bool large = state.is_large();
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            limit[r] = (state.reference[r] + Fast32::SLACK) * reciprocal_fast(p.logit_scale);
+            if (large | !(limit[r] >= 0.0f)) limit[r] = -1.0f;
+        }
+        if (large) {  // see SoftmaxState::weigh
+#pragma unroll
+            for (int nt = part * PART; nt < C::N / 8; ++nt)
+#pragma unroll
+                for (int c = 0; c < 4; ++c) S_rmem[0][nt][c] = __fmul_rn(S_rmem[0][nt][c], scale);
+            scale = 1.0f;
+        }
+    }
+
+    // Bring O, and the weights of the parts before this one, to new references.
+    __device__ __forceinline__ void rescale(int part, const float (&factor)[2]) {
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            state.scale_row(O_rmem, r, factor[r]);
+#pragma unroll
+            for (int nt = 0; nt < part * PART; ++nt) {
+                const float2 w = unpack2<In>(P_rmem[nt / 2][nt % 2 * 2 + r]);
+                P_rmem[nt / 2][nt % 2 * 2 + r] = pack2<In>(w.x * factor[r], w.y * factor[r]);
+            }
+        }
+    }
+
+    // Weights of a part, their sums, and operands of the product with values.
+    __device__ __forceinline__ void weights(int part, float scale) {
+#pragma unroll
+        for (int nt = part * PART; nt < part * PART + PART; ++nt)
+#pragma unroll
+            for (int r = 0; r < 2; ++r) {
+                state.sum[r] += weigh(nt, r, scale);
+                P_rmem[nt / 2][nt % 2 * 2 + r] = pack2<In>(S_rmem[0][nt][2 * r], S_rmem[0][nt][2 * r + 1]);
+            }
+    }
+
+    // Two scores -> weights, and their sum.
+    __device__ __forceinline__ float weigh(int nt, int r, float scale) {
+        float &x = S_rmem[0][nt][2 * r], &y = S_rmem[0][nt][2 * r + 1];
+        x = exp2_fast(__fmaf_rn(x, scale, -state.reference[r]));
+        y = exp2_fast(__fmaf_rn(y, scale, -state.reference[r]));
+        return x + y;
+    }
+
+    // The lane's largest score of a row in a part, if it is positive: such numbers are in the order of their bits, and integers have a
+    // maximum of three in one instruction.
+    __device__ __forceinline__ float positive_top(int part, int r) const {
         int top = 0;
 #pragma unroll
-        for (int nt = 0; nt < C::N / 8; ++nt) top = __vimax3_s32(top, __float_as_int(S_rmem[0][nt][2 * r]), __float_as_int(S_rmem[0][nt][2 * r + 1]));
+        for (int nt = part * PART; nt < part * PART + PART; ++nt)
+            top = __vimax3_s32(top, __float_as_int(S_rmem[0][nt][2 * r]), __float_as_int(S_rmem[0][nt][2 * r + 1]));
         return __int_as_float(top);
     }
 
