@@ -60,7 +60,7 @@ class Choice(NamedTuple):
     scored: Starts
 
 
-# By the larger padded head size. A thread holds, of two query rows, N / 2 scores, N / 4 registers of weights and DV / 2 of O: it has 232
+# By the larger padded head size. A thread holds, of two query rows, N / 2 scores, N / 4 registers of weights and DV / 2 of O: it has 224
 # registers of two warpgroups, 160 of three, 112 of four. More rows of a block read K and V less often, and more warpgroups have more to do
 # while one of them waits.
 _FOUR = Fa3Tile(4, 64, 4, values_first=True)
@@ -71,9 +71,9 @@ PREFILL_FA3: dict[int, Choice] = {
     64: Choice({0: _FOUR, 6000: Fa3Tile(3, 128)}, {0: _FOUR}, {0: _FOUR}, {0: _THREE}),
     96: Choice({0: _OF_96}, {0: _OF_96}, {0: _THREE}, {0: _THREE}),
     128: Choice({0: _THREE, 3000: Fa3Tile(3, 80, 3)}, {0: _APART, 6000: Fa3Tile(3, 80, 3, False)}, {0: _APART}, {0: _APART}),
-    160: Choice({0: _OF_192}, {0: _OF_192}, {0: _OF_192}, {0: _OF_192}),
-    192: Choice({0: _OF_192}, {0: _OF_192}, {0: _OF_192}, {0: _OF_192}),
-    256: Choice({0: _OF_256}, {0: _OF_256}, {0: _OF_256}, {0: _OF_256}),
+    160: Choice({0: _OF_192}, {0: _OF_192}, {0: _OF_192}, {0: Fa3Tile(2, 64, 3)}),
+    192: Choice({0: _OF_192}, {0: _OF_192}, {0: _OF_192}, {0: Fa3Tile(2, 64, 3)}),
+    256: Choice({0: _OF_256}, {0: _OF_256}, {0: _OF_256}, {0: Fa3Tile(2, 32, 4)}),
 }
 NARROW_VALUES = {0: Fa3Tile(2, 112)}  # of heads of 192 with values of at most 128
 
