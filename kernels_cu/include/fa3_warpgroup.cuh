@@ -212,10 +212,13 @@ template <class C> struct Warpgroup {
             state.sum[r] += sum;
         }
         if constexpr (!FIRST) {
-            if (!raise) {  // to wait in either branch keeps the compiler from doing so before the weights are computed
+            if (p.batch > 0) {  // as it is; but the compiler, not knowing it, does not wait before the weights are computed
                 wgmma_wait<0>();
             } else {
                 wgmma_wait<0>();
+                O_rmem[0][0][0] = 0.0f;
+            }
+            if (raise) {
                 state.scale_row(O_rmem, 0, factor[0]);
                 state.scale_row(O_rmem, 1, factor[1]);
             }
