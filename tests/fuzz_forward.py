@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import collections
 import dataclasses
+import itertools
 import json
 import math
 import os
@@ -46,7 +47,7 @@ from fuzz import LONGEST, PAGE_SIZES, Example, Kind, examples, kinds  # noqa: E4
 MOST_INSTANCES = 150
 SHRINK_SECONDS = 10.0
 EMULATED_LONGEST = 150
-DECLINED = {"naive": "cuBLAS needs|no scale of 0", "fa3": "it loads boxes"}  # reasons that depend on more than a kind
+DECLINED = {"naive": "cuBLAS needs|no scale of 0", "fa3": "it loads boxes|it stores 16"}  # reasons that depend on more than a kind
 
 
 # --- which kernels -----------------------------------------------------------------------------------------------------
@@ -88,8 +89,9 @@ def _sources(kind: Kind, info: device.DeviceInfo) -> list[jit.Source]:
         if not flat_rows or kind.flat:
             found.append(cuda.clear_source(problem.out_dtype.itemsize, problem.compute_dtype.itemsize, flat_rows))
     if kind.hopper and info.cc == (9, 0):
-        for size in {n * 16 // math.gcd(n, 16) for n in PAGE_SIZES} if kind.paged else [0]:
-            hopper = cuda.instance(emulated(build(dataclasses.replace(e, page_size=size))), info, "fa3")
+        page_sizes = {n * 16 // math.gcd(n, 16) for n in PAGE_SIZES} if kind.paged else {0}
+        for size, ratio in itertools.product(page_sizes, (1, 2)):  # heads of a group may share tiles
+            hopper = cuda.instance(emulated(build(dataclasses.replace(e, page_size=size, ratio=ratio))), info, "fa3")
             assert hopper is not None
             found.append(hopper.source)
     if kind.naive:

@@ -69,7 +69,6 @@ LEFT = {
     "odd head": (made(d=33, dv=64), {}, "q: it loads boxes by tensor maps, which cannot describe strides of"),
     "odd values": (made(dv=33), {}, "out: "),
     "columns": ([a[..., ::2] for a in made(d=128)], {}, "q: columns 4 bytes apart, and it loads boxes"),
-    "odd slice": ([*made()[:2], np.zeros((2, 200, 2, 48), F16)[..., :33]], {}, "out: strides or addresses that allow 2 bytes at once"),
     "backwards": ([made()[0], *(a[:, ::-1] for a in made()[1:])], {}, "k: it loads boxes by tensor maps, which cannot describe strides"),
     "expanded": ([*made()[:2], np.broadcast_to(made()[2][:1], (2, 200, 2, 64))], {}, "v: it loads boxes by tensor maps"),
 }
@@ -242,12 +241,6 @@ def test_arrays_of_a_plan_may_lie_otherwise(gpu):
     assert plan.run(q, k, v, out=scattered) is scattered and gpu.launches[-1].name.startswith("prefill_fa2")
     np.testing.assert_allclose(scattered.get(), want, atol=2e-3)
     forced = cuflash.plan(q, k, v, kernel="fa3")
-    for out in (FakeArray((1, 130, 2, 72))[..., 3:67], FakeArray((1, 130, 64, 2)).transpose(0, 1, 3, 2)):
-        for _ in range(2):
-            np.testing.assert_allclose(plan.run(q, k, v, out=out).get(), want, atol=2e-3)
-        with pytest.raises(ValueError, match="out: strides or addresses that allow 2 bytes at once"):
-            forced.run(q, k, v, out=out)
-    assert [launched.name.split("_")[1] for launched in gpu.launches[4:]] == ["fa2"] * 5
     with pytest.raises(ValueError, match="k: it loads boxes by tensor maps, which cannot describe address"):
         forced.run(q, shifted, v)
     with pytest.raises(ValueError, match="out: strides or addresses"):

@@ -91,10 +91,14 @@ def test_edges_of_tiles(options, d, dtype):
 
 
 @of_each_dtype
-@pytest.mark.parametrize(("hq", "hkv"), [(6, 1), (7, 1), (8, 2), (5, 5), (12, 4)])
-@pytest.mark.parametrize("is_causal", [False, True])
-def test_grouped_heads(is_causal, hq, hkv, dtype):
-    assert_right(*inputs((2, 200, 300, hq, hkv), 128, 128, dtype), causal=is_causal)
+@pytest.mark.parametrize(("hq", "hkv"), [(6, 1), (8, 2), (5, 5), (32, 2)])
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (40, 9), "softcap": 2.0}], ids=["full", "causal", "window-softcap"])
+@pytest.mark.parametrize("d", [64, 128, 256])
+def test_grouped_heads(d, options, hq, hkv, dtype):
+    """Heads that share their keys share tiles where there are few queries."""
+    sinks = np.linspace(-2, 2, hq)
+    for rows in (1, 3, 70):
+        assert_right(*inputs((2, rows, 150, hq, hkv), d, d, dtype), kv_lengths=np.array([150, 7]), sinks=sinks, **options)
 
 
 @of_each_dtype
