@@ -24,6 +24,7 @@ from .cuda_memory import Counter, StreamCounters
 BOX_COLUMNS = 64  # of a box: rows of 128 bytes, the widest swizzle
 WARPGROUP_ROWS = 64
 LEAST_PAGE_ROWS = 16  # of a box of keys
+MOST_USED = (64, 128, 256)  # head sizes
 LARGEST_TILES = LARGEST_GRID - (1 << 16)  # a block's next tile is numbered from the tiles on by the blocks, all in 32 bits
 
 
@@ -219,7 +220,7 @@ def _common(info: DeviceInfo) -> Iterator[Instance]:
             yield Instance(dtype, out or dtype, d, dv or d, tile, mask, score, 16, rows, flat, packed)
 
     for d in tiles.HEAD_CLASSES:
-        for dtype in ("float16", "bfloat16"):
+        for dtype in ("float16", "bfloat16") if d in MOST_USED else ("bfloat16",):
             for mask in (MASK_LENGTH, MASK_RIGHT):
                 yield from make(dtype, d, mask)
         yield from make("bfloat16", d, MASK_RIGHT | MASK_LEFT)
@@ -234,7 +235,7 @@ def _common(info: DeviceInfo) -> Iterator[Instance]:
         for mask in (MASK_LENGTH, MASK_RIGHT):
             yield from make("bfloat16", d, mask, packed=True)
         yield from make("float16", d, MASK_RIGHT | MASK_LEFT, SCORE_SOFTCAP, page_size=64, packed=True)
-    for d in tiles.HEAD_CLASSES:
+    for d in MOST_USED:
         yield from make("bfloat16", d, MASK_RIGHT, page_size=64)
         yield from make("float16", d, MASK_RIGHT | MASK_LEFT, SCORE_SOFTCAP, page_size=64)
     yield from make("float16", 64, MASK_LENGTH, out="bfloat16")
