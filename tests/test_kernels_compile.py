@@ -16,8 +16,7 @@ pytestmark = pytest.mark.skipif(jit.why_unusable() is not None, reason=f"kernels
 WHOLE = ("sm_90a", "sm_80")  # all instances
 ONE_EACH = ("sm_75", "sm_86", "sm_89", "sm_100", "sm_120")
 REGISTERS_SM = 65536
-# Of prefill_fa3, whose threads that load have few registers: what they, and the others between tiles of queries, keep in memory.
-SPILLS_FA3 = 160  # bytes
+SPILLS_FA3 = 16  # bytes: those who load pages have few registers
 
 
 logs: dict[tuple[str, str], str] = {}
@@ -34,7 +33,7 @@ def check(arch: str, instance: cuda.AnyInstance, as_arch: str | None = None) -> 
     what = f"{instance.name} for {arch}:\n{text}"
     assert re.search(rf"Compiling entry function '{instance.name}'", text), what
     spilled = re.search(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", text)
-    most = SPILLS_FA3 if instance.KERNEL == "prefill_fa3" else 0
+    most = SPILLS_FA3 if "prefill_fa3" in instance.name and "paged" in instance.name else 0
     assert spilled and max(map(int, spilled.groups())) <= most, what
     registers = int(re.search(r"Used (\d+) registers", text)[1])
     per_warp = -(-registers * 32 // 256) * 256  # registers are given to warps in units of 256

@@ -9,9 +9,9 @@ __device__ __forceinline__ void load_boxes(u32 smem, const TensorMap& map, int r
         copy_box(smem + block * Tile::BLOCK_BYTES, map, barrier_smem, block * Tile::BLOCK, row, head, batch);
 }
 
-// Tile n of keys, or of values, of those of a tile of queries. With pages, it comes in boxes of PAGE_ROWS rows, all of which are in one page;
-// keys of which there are none come as 0. `head` is that of the keys. BAD: what the numbers of keys become whose page does not exist, as bits of two: NaN for keys, so
-// that the rows that see them become NaN, and 0 for values, so that others do not.
+// Tile n of keys, or of values, of those of a tile of queries; `head` is theirs. With pages, it comes in boxes of PAGE_ROWS rows, all of
+// which are in one page; keys of which there are none come as 0. BAD: what the numbers of keys become whose page does not exist, as bits of
+// two: NaN for keys, so that the rows that see them become NaN, and 0 for values, so that others do not.
 template <class C, class Tile, u32 BAD> __device__ __forceinline__ void load_tile(
     const Fa3Params& p, const TensorMap& map, const QueryTile<C>& tile, int head, int n, u32 smem, u32 barrier_smem) {
     if constexpr (C::PAGE_ROWS == 0) {
@@ -19,7 +19,9 @@ template <class C, class Tile, u32 BAD> __device__ __forceinline__ void load_til
         load_boxes<Tile>(smem, map, tile.seq.k_begin + n * C::N, head, p.prefill.cu_seqlens_k ? 0 : tile.batch, barrier_smem);
     } else {
         const int begin = max(n * C::N, tile.visible.begin), end = min(n * C::N + C::N, tile.visible.end), first = n * C::N;
-        const auto page_at = [&](int key) { return key + C::PAGE_ROWS > begin && key < end ? page_entry(p.prefill, tile.batch, key) : NO_KEYS; };
+        const auto page_at = [&](int key) {
+            return key + C::PAGE_ROWS > begin && key < end ? page_entry(p.prefill, tile.batch, key) : NO_KEYS;
+        };
         const auto row_smem = [&](int key) { return smem + (key - first) * Tile::ROW_BYTES; };
         int bytes = Tile::BYTES;
 #pragma unroll 1
@@ -27,8 +29,10 @@ template <class C, class Tile, u32 BAD> __device__ __forceinline__ void load_til
             if (page_at(key) == NO_PAGE) {
                 bytes -= C::PAGE_ROWS * Tile::BLOCKS * Tile::ROW_BYTES;
 #pragma unroll 1
-                for (int at = 0; at < C::PAGE_ROWS * Tile::BLOCKS * Tile::CHUNKS; ++at)
-                    store_smem(row_smem(key) + at % Tile::BLOCKS * Tile::BLOCK_BYTES + at / Tile::BLOCKS * 16, make_uint4(BAD, BAD, BAD, BAD));
+                for (int at = 0; at < C::PAGE_ROWS * Tile::BLOCKS * Tile::CHUNKS; ++at) {
+                    const int place = at % Tile::BLOCKS * Tile::BLOCK_BYTES + at / Tile::BLOCKS * 16;
+                    store_smem(row_smem(key) + place, make_uint4(BAD, BAD, BAD, BAD));
+                }
             }
         if (bytes != Tile::BYTES) async_proxy_fence();
         mbarrier_expect(barrier_smem, bytes);
@@ -39,7 +43,7 @@ template <class C, class Tile, u32 BAD> __device__ __forceinline__ void load_til
     }
 }
 
-// By one thread: which tiles of queries there are. It is one tile ahead of the others, who need not wait for its divisions and its counting;
+// By one thread: which tiles of queries there are. It is a tile ahead of the others, who need not wait for its divisions and its counting;
 // were it further ahead, a block with long tiles would keep others from what it cannot begin yet.
 template <class C> __device__ __forceinline__ void hand_out_tiles(const Fa3Params& p, u32 smem) {
     typename C::Slots slots{smem + C::SLOTS_SMEM};
@@ -72,8 +76,8 @@ template <class C> __device__ __forceinline__ void load_queries(const Fa3Params&
                 if constexpr (C::PACKED) {
 #pragma unroll
                     for (int block = 0; block < Q::BLOCKS; ++block)
-                        copy_box(queries.stage_smem() + block * Q::BLOCK_BYTES, p.q_map, queries.full(), block * Q::BLOCK, 0, row, tile.head,
-                                 batch);
+                        copy_box(queries.stage_smem() + block * Q::BLOCK_BYTES, p.q_map, queries.full(), block * Q::BLOCK, 0, row,
+                                 tile.head, batch);
                 } else {
                     load_boxes<Q>(queries.stage_smem(), p.q_map, row, tile.head, batch, queries.full());
                 }
@@ -116,7 +120,7 @@ template <class C> __device__ __forceinline__ void load_values(const Fa3Params& 
         const int head = tile.key_head(p.prefill);
         const bool goes_on = C::PAGE_ROWS > 0 || tile.seq.k_begin + tile.seq.kv_length < p.prefill.k_rows;
         for (int n = tile.last; n >= tile.first; --n) {
-            const int begin = tile.seq.kv_start - n * C::N, end = tile.seq.kv_length - n * C::N;  // rows of the tile that are the sequence's
+            const int begin = tile.seq.kv_start - n * C::N, end = tile.seq.kv_length - n * C::N;  // rows of the tile: the sequence's
             const bool clear = begin > 0 || (goes_on && end < C::N);
             values.wait_empty();
             if (lane == 0) load_tile<C, V, 0>(p, p.v_map, tile, head, n, values.stage_smem(), clear ? tail.full() : values.full());

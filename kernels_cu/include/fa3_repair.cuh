@@ -1,7 +1,7 @@
 // Rows of prefill_fa3.cu that what they do not see has spoiled: 0 * v is NaN where v is infinite or NaN.
 //
-// It happens only in tiles of keys that a mask cuts, as keys outside the sequence are cleared; such a row is computed once more, from memory
-// and slowly, with the reference and sum that it has. What it sees that is not finite makes it what it is.
+// It happens only in tiles of keys that a mask cuts, as keys outside the sequence are cleared; such a row is computed once more, from
+// memory and slowly, with the reference and sum that it has. What it sees that is not finite makes it what it is.
 #include "include/fa3_warpgroup.cuh"
 
 // Number `column` of row `row` of a (batch, head).

@@ -33,7 +33,7 @@ template <class C> struct QueryTile {
     __device__ __forceinline__ int key_head(const PrefillParams& p) const { return C::PACKED ? head : head / p.group; }
 };
 
-// The first query of a tile. Under a mask it is the first tile that reaches beyond its sequence, which is the shortest one, and not the last.
+// The first query of a tile. Under a mask it is the first tile that reaches beyond its sequence, the shortest one, and not the last.
 template <class C> __device__ __forceinline__ int first_query(const PrefillParams& p, int m_tile, const Sequence& seq) {
     const int queries = C::M >> group_shift<C>(p);
     return m_tile * queries - (C::CUTS ? (queries - seq.q_length % queries) % queries : 0);

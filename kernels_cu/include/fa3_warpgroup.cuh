@@ -169,7 +169,8 @@ template <class C> struct Warpgroup : WarpgroupSoftmax<C> {
 #pragma unroll
         for (int i = 0; i < C::DQK / 16; ++i) {
             const int block = i / PER_BLOCK, column = i % PER_BLOCK * 32;
-            wgmma_ss(In(), Columns<C::N>(), S_rmem[0], q.at(block * Q::BLOCK_BYTES + column), k.at(block * K::BLOCK_BYTES + column), i != 0);
+            wgmma_ss(
+                In(), Columns<C::N>(), S_rmem[0], q.at(block * Q::BLOCK_BYTES + column), k.at(block * K::BLOCK_BYTES + column), i != 0);
         }
         wgmma_commit();
     }

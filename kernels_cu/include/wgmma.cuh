@@ -42,7 +42,7 @@ template <class Tile> struct WgmmaMatrix {
 // for each of their rows and columns; wgmma_rs(), A in registers, B with a row for each of its rows. D = A B unless `add`.
 template <int N> struct Columns {};
 
-// `d` is the first of N / 8 products; the first argument, the type of A and B. D += A B, or D = A B where not ADD. Where TRANSPOSED, B has a
+// `d` is the first of N / 8 products; the first argument the type of A and B. D += A B, or D = A B where not ADD. Where TRANSPOSED, B has a
 // row of shared memory for each of its 16 rows, else for each of its N columns; with N = 128 and 32, always the former.
 template <bool TRANSPOSED, bool ADD>
 __device__ __forceinline__ void wgmma_64x64x16(Fp16, float (*d)[4], const u32 (&a)[4], u64 b) {
