@@ -165,7 +165,7 @@ def test_heads_that_share_keys_come_together_where_that_saves_rows(maps, group, 
     assert chosen.packed == packed == ("_packed" in chosen.name)
     count = cuda._grid(problem, chosen)
     params = cuda_fa3.pack(problem, chosen, 1, count, {})[0]
-    found, (b, r, h, c) = emulate.Map.from_buffer_copy(params["q_map"].tobytes()), problem.q.strides
+    found, (b, r, h, _) = emulate.Map.from_buffer_copy(params["q_map"].tobytes()), problem.q.strides
     if packed:
         assert count == 4 * -(-rows * group // chosen.tile.m) and params["prefill"]["tile_rows"] == chosen.tile.m // group
         assert tuple(found.size) == (64, group, rows, 2, 2) and tuple(found.box) == (64, group, 64 // group, 1, 1)

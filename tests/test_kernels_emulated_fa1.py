@@ -117,7 +117,7 @@ def test_what_is_left_to_fa2_is_declined_with_a_reason():
     wide = a.astype(np.float32)
     assert "float32" in cuda.decline(problems.build_attention(wide, wide, wide), "fa1")
     long = np.zeros((1, 80, 2, 16), F16)
-    assert cuda.auto_kernels(problems.build_attention(long, long, long)) == ("fa2",)
+    assert "fa1" not in cuda.auto_kernels(problems.build_attention(long, long, long))
     with pytest.raises(Exception, match="fa1") as refusal:
         problems.build_attention(a, a, a, kernel="fa0")
     assert isinstance(refusal.value, ValueError)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import compare
 import numpy as np
 import pytest
-from case import BF16, F16, Case, Packed, case, causal, fixed, sinks, upper_left
+from case import BF16, F16, Packed, case, causal, fixed, sinks, upper_left
 from cases import CASES, Target, absent
 from cuflash import arrays, tiles, tiles_fa3
 from cuflash import problem as problems

@@ -18,9 +18,10 @@ template <class C, class Tile, u32 BAD> __device__ __forceinline__ void load_til
         mbarrier_expect(barrier_smem, Tile::BYTES);
         load_boxes<Tile>(smem, map, tile.seq.k_begin + n * C::N, head, p.prefill.cu_seqlens_k ? 0 : tile.batch, barrier_smem);
     } else {
-        const int begin = max(n * C::N, tile.visible.begin), end = min(n * C::N + C::N, tile.visible.end), first = n * C::N;
+        const int first = n * C::N;
         const auto page_at = [&](int key) {
-            return key + C::PAGE_ROWS > begin && key < end ? page_entry(p.prefill, tile.batch, key) : NO_KEYS;
+            const bool seen = key + C::PAGE_ROWS > tile.visible.begin && key < tile.visible.end;
+            return seen ? page_entry(p.prefill, tile.batch, key) : NO_KEYS;
         };
         const auto row_smem = [&](int key) { return smem + (key - first) * Tile::ROW_BYTES; };
         int bytes = Tile::BYTES;
