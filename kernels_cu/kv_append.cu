@@ -129,7 +129,8 @@ template <class T, int N> struct Unit {
     int number, first, second;  // chunks; second is -1 if there is none
     Chunk<T, N> a, b;
 
-    __device__ __forceinline__ Unit(const Row<T, N>& from, int number, int pairs, bool interleaved) : number(number), first(number), second(-1) {
+    __device__ __forceinline__ Unit(const Row<T, N>& from, int number, int pairs, bool interleaved)
+        : number(number), first(number), second(-1) {
         if (pairs > 0 && !(interleaved && PAIRS_INSIDE)) {
             const int turned = pairs / N;  // units of two chunks; behind them come features that stay as they are
             if (number >= turned) first = number + turned;
@@ -159,7 +160,8 @@ template <class T, int N> struct Unit {
 
 // A unit of a new key (pairs > 0: turned) or value.
 template <class T, int N> __device__ __forceinline__ void append_unit(
-    const AppendParams& p, const void* source, const Strides& source_stride, void* cache, const Strides& stride, u32 at, u32 units, int pairs) {
+    const AppendParams& p, const void* source, const Strides& source_stride, void* cache, const Strides& stride, u32 at, u32 units,
+    int pairs) {
     const u32 row = at / units, token = row / u32(p.heads_kv);
     const int head = row % u32(p.heads_kv), batch = token / u32(p.new_keys), n = token % u32(p.new_keys);
     Unit<T, N> unit(Row<T, N>(source, source_stride, batch, n, head), at % units, pairs, p.interleaved);

@@ -13,9 +13,9 @@
 //   Tf32x3  384 mma of 8 clocks if float32's TF32 runs at half of the rate of wgmma, as 16-bit mma.sync does: 3,072. 2,280 issue slots,
 //           of them 768 to split K and V into two parts, 320 sums, 300 softmax; 32 rows a warp halve those 768. At most 80 TFLOP/s;
 //           45 to 55 expected, 57 measured, and 52 with 16 rows a warp, which D = 128 has registers for.
-//   Tf32    128 mma, 1,024 clocks; some 1,500 slots with K and V rounded in registers, which costs less than another pass over shared memory. At
-//           most 240; 120 to 150 expected, 141 and 139 measured: two warps a scheduler, which is what the registers allow, and each of
-//           them multiplies or takes exponentials, so that the tensor cores wait for a part of the time.
+//   Tf32    128 mma, 1,024 clocks; some 1,500 slots with K and V rounded in registers, which costs less than one more pass over shared
+//           memory. At most 240; 120 to 150 expected, 141 and 139 measured: two warps a scheduler, which is what the registers allow, and
+//           each of them multiplies or takes exponentials, so that the tensor cores wait for a part of the time.
 //   Dmma    64 mma of 64 clocks, 4,096; exponentials and sums take 16 slots of 2 clocks for each of a lane's 16 scores and are in the
 //           same unit, 600. At most 55; 35 to 45 expected, 34 and 40 measured.
 //   Simt    4,096 multiply-adds of 1 clock (float32) and 480 loads and shuffles. At most 60; 35 to 45 expected, 35 and 36 measured.

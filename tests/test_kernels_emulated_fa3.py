@@ -183,7 +183,8 @@ def test_errors_are_those_of_weights_whose_largest_is_1(emulator, d, outliers):
     """Root mean square errors, beside those of softmax with the whole row's maximum and weights rounded to 16 bits: at most 2 % more."""
     rng = np.random.default_rng(d)
     shape = (1, 1024, 1, d)
-    q, k, v = ((x + 10 * rng.standard_normal(shape) * (rng.random(shape) < outliers)).astype(BF16) for x in rng.standard_normal((3, *shape)))
+    draws = rng.standard_normal((3, *shape))
+    q, k, v = ((x + 10 * rng.standard_normal(shape) * (rng.random(shape) < outliers)).astype(BF16) for x in draws)
     q = q[:, :256]
     out, lse = np.full(q.shape, np.nan, BF16), np.full((1, 1, 256), np.nan, np.float32)
     problem = problems.with_outputs(problems.build_attention(q, k, v), out, lse, True, "BSHD", 4)[0]
