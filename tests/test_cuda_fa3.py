@@ -212,7 +212,7 @@ def test_warm_calls_move_the_maps(gpu):
         hosts = random(seed, *((2, 70, 2, 64),) * 3)
         q, k, v = there(*hosts)
         out = cuflash.attention(q, k, v, causal=True)
-        np.testing.assert_allclose(out.get(), cuflash.attention(*hosts, causal=True), atol=2e-3)
+        np.testing.assert_allclose(out.get(), cuflash.attention(*hosts, causal=True, backend="reference"), atol=2e-3)
     assert {launched.name.split("_m")[0] for launched in gpu.launches} == {"prefill_fa3_fp16_d64"}
     assert [launched.grid for launched in gpu.launches] == [4] * 3
 
@@ -232,7 +232,7 @@ def test_arrays_of_a_plan_may_lie_otherwise(gpu):
     shifted = memory[1 : hosts[1].size + 1].reshape(*hosts[1].shape)
     shifted[...] = hosts[1]
     plan = cuflash.plan(q, k, v)
-    want = cuflash.attention(*hosts)
+    want = cuflash.attention(*hosts, backend="reference")
     for _ in range(2):
         np.testing.assert_allclose(plan.run(q, shifted, v).get(), want, atol=2e-3)
         np.testing.assert_allclose(plan.run(q, k, v).get(), want, atol=2e-3)

@@ -39,7 +39,7 @@ def tile_runs() -> Iterator[Run]:
             for tile in tiles_fa3.starts(d, dv, mask, scored, pages > 0).values() if not pages or kind == "causal" else ():
                 rows, keys = 2 * tile.m + 5, 2 * tile.n + 9
                 name = f"tile-{d}-{dv}-m{tile.m}n{tile.n}-{kind}"
-                shape = f"1,{rows},{max(rows, keys)},2,1,{d - 8 * (n % 2)},{dv - 8 * (n % 2)}"
+                shape = f"1,{rows},{max(rows, keys)},{2 if d <= 64 else 1},1,{d - 8 * (n % 2)},{dv - 8 * (n % 2)}"
                 made = case(name, shape, *options)
                 if pages:
                     made = case(f"{name}-pages", shape, *options, page_size=pages, kv_lengths=(max(rows, keys),))
