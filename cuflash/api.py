@@ -85,7 +85,7 @@ def attention(
     layout : {"BSHD", "BHSD"}
         Axis order of q, k, v, out and of caches.
     kernel : {"auto", "naive", "fa1", "fa2", "fa3", "decode"}
-        The algorithm; "auto" takes the best that the backend has for the call. "fa3" is not part of this version.
+        The algorithm; "auto" takes the best that the backend has for the call. "fa3" is for GPUs of compute capability 9.0.
     backend : {None, "cuda", "numba-cuda", "cpu", "reference"}
         The engine; None picks the first that can, where the arrays are.
     out, lse : ndarray, optional

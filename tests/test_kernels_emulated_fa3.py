@@ -196,3 +196,44 @@ def test_errors_are_those_of_weights_whose_largest_is_1(emulator, d, outliers):
     best = np.float64((weights.astype(BF16).astype(np.float64) @ values / sums).astype(BF16))
     error, least = (np.sqrt(np.mean((x - weights @ values / sums) ** 2)) for x in (np.float64(out[0, :, 0]), best))
     assert error <= 1.02 * least
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("watched", [0, 1])
+def test_neighbours_change_nothing(emulator, causal, watched):
+    """Rows of the next sequence come with the last ones of this one: bit for bit, whatever they are."""
+    rng = np.random.default_rng(0)
+    queries, k, v = 30 * rng.standard_normal((170, 2, 64)), *(rng.standard_normal((600, 2, 64)).astype(BF16) for _ in range(2))
+    found = []
+    for factor in (1.0, 2.0, 1e7):
+        q = queries.copy()
+        q[slice(100, 170) if watched == 0 else slice(100)] *= factor
+        out, lse = np.full(q.shape, np.nan, BF16), np.full((2, 170), np.nan, np.float32)
+        plain = problems.build_varlen(q.astype(BF16), k, v, [0, 100, 170], [0, 300, 600], causal=causal, batch_invariant=True)
+        problem = problems.with_outputs(plain, out, lse, True, "BSHD", 3)[0]
+        emulator.run(problem, H200, emulate.chosen(problem, H200, "fa3"), grid=2)
+        own = slice(100) if watched == 0 else slice(100, 170)
+        found.append((out[own].view(np.uint16), lse[:, own].view(np.uint32)))
+    assert all((a == b).all() for other in found[1:] for a, b in zip(found[0], other, strict=True))
+
+
+def test_alone_as_among_others(emulator):
+    """batch_invariant: a long sequence in attention() and in attention_varlen()."""
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal((1, 300, 4, 64)).astype(F16) for _ in range(3))
+    plain = (
+        problems.build_attention(q, k, v, causal=True, batch_invariant=True),
+        problems.build_varlen(q[0], k[0], v[0], [0, 300], [0, 300], causal=True, batch_invariant=True),
+    )
+    found = []
+    for built, shape in zip(plain, (q.shape, q.shape[1:]), strict=True):
+        out, lse = np.full(shape, np.nan, F16), np.full((4, 300), np.nan, np.float32)
+        problem = problems.with_outputs(built, out, lse.reshape(1, 4, 300) if len(shape) == 4 else lse, True, "BSHD", len(shape))[0]
+        chosen = emulate.chosen(problem, H200, "fa3")
+        emulator.run(problem, H200, chosen, grid=2)
+        found.append((chosen.tile, out.reshape(q.shape).tobytes(), lse.tobytes()))
+    assert found[0] == found[1]
+    for n in (200, 8192):  # the tile does not go by the length
+        arrays_of_n = [np.broadcast_to(a[:1, :1], (1, n, 4, 64)) for a in (q, k, v)]
+        tile = cuda.instance(problems.build_attention(*arrays_of_n, batch_invariant=True), H200, "fa3").tile
+        assert tile == cuda.instance(problems.build_attention(*(a[:, :9] for a in (q, k, v)), batch_invariant=True), H200, "fa3").tile

@@ -140,7 +140,7 @@ def instance(problem: Problem, mask: int, score: int, flat: bool, info: DeviceIn
     d, dv = tiles.head_class(problem.head_dim), tiles.head_class(problem.head_dim_v)
     find = functools.partial(tiles_fa3.prefill_fa3, d, dv, mask, score != SCORE_PLAIN, problem.paged, info=info)
     # By the queries of the longest sequence, as far as they are known; the tile decides on the order of sums.
-    by_length = not (problem.varlen and problem.batch_invariant)
+    by_length = not problem.batch_invariant
     queries = 0 if not by_length else problem.q.shape[-3] // problem.batch if flat else problem.seqlen_q
     tile, packed = find(rows=queries), False
     if tile is None:

@@ -24,23 +24,23 @@ template <class C, class Tile, u32 BAD> __device__ __forceinline__ void load_til
             return seen ? page_entry(p.prefill, tile.batch, key) : NO_KEYS;
         };
         const auto row_smem = [&](int key) { return smem + (key - first) * Tile::ROW_BYTES; };
-        int bytes = Tile::BYTES;
+        int bytes = 0;
 #pragma unroll 1
-        for (int key = first; key < first + C::N; key += C::PAGE_ROWS)
-            if (page_at(key) == NO_PAGE) {
-                bytes -= C::PAGE_ROWS * Tile::BLOCKS * Tile::ROW_BYTES;
-#pragma unroll 1
-                for (int at = 0; at < C::PAGE_ROWS * Tile::BLOCKS * Tile::CHUNKS; ++at) {
-                    const int place = at % Tile::BLOCKS * Tile::BLOCK_BYTES + at / Tile::BLOCKS * 16;
-                    store_smem(row_smem(key) + place, make_uint4(BAD, BAD, BAD, BAD));
-                }
+        for (int key = first; key < first + C::N; key += C::PAGE_ROWS) {  // each entry is read once: it may change meanwhile
+            const int page = page_at(key);
+            if (page != NO_PAGE) {
+                load_boxes<Tile>(row_smem(key), map, key - page_of(p.prefill, key) * p.prefill.page_size, head, page, barrier_smem);
+                bytes += C::PAGE_ROWS * Tile::BLOCKS * Tile::ROW_BYTES;
+                continue;
             }
+#pragma unroll 1
+            for (int at = 0; at < C::PAGE_ROWS * Tile::BLOCKS * Tile::CHUNKS; ++at) {
+                const int place = at % Tile::BLOCKS * Tile::BLOCK_BYTES + at / Tile::BLOCKS * 16;
+                store_smem(row_smem(key) + place, make_uint4(BAD, BAD, BAD, BAD));
+            }
+        }
         if (bytes != Tile::BYTES) async_proxy_fence();
         mbarrier_expect(barrier_smem, bytes);
-#pragma unroll 1
-        for (int key = first; key < first + C::N; key += C::PAGE_ROWS)
-            if (const int page = page_at(key); page != NO_PAGE)
-                load_boxes<Tile>(row_smem(key), map, key - page_of(p.prefill, key) * p.prefill.page_size, head, page, barrier_smem);
     }
 }
 

@@ -61,6 +61,7 @@ template <class C> __device__ __forceinline__ void repair_row(
 template <class C> __device__ __forceinline__ void repair(const Warpgroup<C>& g, const QueryTile<C>& tile, bool spoiled) {
     if (!C::CUTS || !__any_sync(0xffffffffu, spoiled)) return;  // all rows see the same keys; or all is well
     const int first_row = thread_index() % 128 / 32 * 16;
+    __syncwarp();  // rows have been stored by other lanes
 #pragma unroll 1
     for (int i = 0; i < 16; ++i) {
         bool finite = true;

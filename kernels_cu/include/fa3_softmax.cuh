@@ -7,7 +7,9 @@ template <class C> struct WarpgroupSoftmax {
     using In = typename C::In;
     const PrefillParams& p;
     SoftmaxState<2> state;
-    float limit[2];  // scores up to which a row keeps its reference; negative: always look at the tops themselves
+    // Scores up to which a row keeps its reference. Negative: always look at the tops themselves. Infinite: the row is not one of the
+    // sequence and takes no part in what the warp decides, as results must not depend on neighbours.
+    float limit[2];
     float S_rmem[1][C::N / 8][4], O_rmem[1][C::DV / 8][4];
     u32 P_rmem[C::N / 16][4];
     // How far scores may be above the reference, in log2 units, before a warp's references follow. The largest weight of a row is then
@@ -87,6 +89,7 @@ template <class C> struct WarpgroupSoftmax {
         state.share(top);
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
+            if (limit[r] == infinity()) top[r] = -infinity();
             const float raised = fmaxf(state.reference[r], __fmul_rn(top[r], scale));
             factor[r] = exp2_fast(state.reference[r] - raised);
             state.reference[r] = raised;
@@ -95,6 +98,7 @@ template <class C> struct WarpgroupSoftmax {
         const bool large = state.is_large();
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
+            if (limit[r] == infinity()) continue;
             limit[r] = (state.reference[r] + SLACK) * reciprocal_fast(p.logit_scale);
             if (large | !(limit[r] >= 0.0f)) limit[r] = -1.0f;
         }

@@ -1,4 +1,4 @@
-// Tiles of query rows of prefill_fa3.cu: which there are, and how the thread that loads tells the others of the next one.
+// Tiles of query rows of prefill_fa3.cu: which there are, and how one thread tells the others of the next one.
 #include "include/fa3_params.cuh"
 #include "include/mask.cuh"
 #include "include/paged.cuh"
@@ -55,8 +55,6 @@ template <class C> __device__ __forceinline__ i64 kv_offset(const PrefillParams&
 
 // Places in shared memory where the next tile is written; a negative batch means that there is none.
 template <class C> struct TileSlots : Ring<typename C::SlotStages> {
-    static constexpr int BYTES = 32;
-
     // By one thread, when the place is empty.
     __device__ __forceinline__ void put(const PrefillParams& p, const WorkItem& work, const Sequence& s) {
         store_smem(this->stage_smem(), make_uint4(work.batch, work.head, first_query<C>(p, work.m_tile, s), s.q_begin));

@@ -45,6 +45,11 @@ template <class C> struct Warpgroup : WarpgroupSoftmax<C> {
         const bool none = any.empty() | (first_query(tile) >= tile.seq.q_length) | (last_position < tile.seq.position);
         const int first = tile.first, last = none ? first - 1 : (any.end - 1) / C::N;
         const int whole_end = max(all.end, 0) / C::N, whole_first = (all.begin + C::N - 1) / C::N;
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            const int query = tile.query(p, first_query(tile), own_row() + 8 * r);
+            this->limit[r] = u32(query) < u32(tile.seq.q_length) ? -1.0f : infinity();
+        }
         pass(warp_register(tile.last - last));
         queries.wait_full();
         if (!none) {
@@ -59,7 +64,7 @@ template <class C> struct Warpgroup : WarpgroupSoftmax<C> {
             }
             last_values();
         } else {
-            queries.release(lead);
+            queries.release();
         }
         queries.skip(C::WARPGROUPS);
         return true;
@@ -82,10 +87,10 @@ template <class C> struct Warpgroup : WarpgroupSoftmax<C> {
             k.wait_full();
             begin_turn();
             end_turn();
-            k.release(lead);
+            k.release();
             k.advance();
             v.wait_full();
-            v.release(lead);
+            v.release();
             v.advance();
         }
         keys.skip(count);
