@@ -202,8 +202,9 @@ def backend_state(name: str) -> dict[str, Any]:
             importlib.import_module("numba")  # which the backend itself loads at its first call
     except Exception as error:  # a broken Numba or driver raises many kinds
         return {"usable": False, "reason": f"does not load: {error}", "mend": mend}
-    tiny = np.zeros((1, 1, 1, 16), np.float32)
-    reason = planner.decline(backend, problem.build_attention(tiny, tiny, tiny), backend.KERNELS[0]) or planner.unusable(backend)
+    tiny = (problem.build_attention(*(np.zeros((1, 1, 1, 16), dtype),) * 3) for dtype in (np.float32, np.float16))
+    declined = [planner.decline(backend, call, kernel) for call in tiny for kernel in backend.KERNELS]
+    reason = planner.unusable(backend) or (None if None in declined else declined[0])
     if reason is not None:
         return {"usable": False, "reason": reason}
     return {"usable": True, "kernels": list(backend.KERNELS)}

@@ -60,7 +60,7 @@ class Choice(NamedTuple):
     scored: Starts
 
 
-# By the larger padded head size. A thread holds, of two query rows, N / 2 scores, N / 4 registers of weights and DV / 2 of O: it has 224
+# By the larger padded head size. A thread holds, of two query rows, N / 2 scores, N / 4 registers of weights and DV / 2 of O: it has 232
 # registers of two warpgroups, 160 of three, 112 of four. More rows of a block read K and V less often, and more warpgroups have more to do
 # while one of them waits.
 _FOUR = Fa3Tile(4, 64, 4, values_first=True)

@@ -21,8 +21,8 @@ struct PrefillFa3 {
     static constexpr bool CUTS = MASK != MASK_LENGTH;  // rows of a block may see different keys
     static constexpr int THREADS = 128 * (WARPGROUPS + 1);
     static constexpr bool SPARES = WARPGROUPS == 3 && PAGE_ROWS > 0;  // those who load pages need some more
-    static constexpr int REGISTERS = WARPGROUPS == 4 ? 112 : SPARES ? 152 : WARPGROUPS == 3 ? 160 : 224;
-    static constexpr int LOADER_REGISTERS = WARPGROUPS == 2 || SPARES ? 56 : 32;
+    static constexpr int REGISTERS = WARPGROUPS == 4 ? 112 : SPARES ? 152 : WARPGROUPS == 3 ? 160 : 232;
+    static constexpr int LOADER_REGISTERS = SPARES ? 56 : WARPGROUPS == 2 ? 40 : 32;
     using QTile = SmemTile<64, (DQK + 63) / 64 * 64>;  // of a warpgroup
     using KTile = SmemTile<N, (DQK + 63) / 64 * 64>;
     using VTile = SmemTile<N, (DV + 63) / 64 * 64>;

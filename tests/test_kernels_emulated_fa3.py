@@ -94,6 +94,13 @@ def kind_runs() -> Iterator[Run]:
             yield of_case(c, BF16 if n % 2 and "out_dtype" not in options else F16, H200)
 
 
+def spoiled(value: float, key: int) -> tuple[np.ndarray, ...]:
+    """Logits that rounding of their sums moves by some units, and one value that is not finite."""
+    q, k, v = (x.astype(F16) for x in np.random.default_rng(0).standard_normal((3, 1, 130, 1, 64)) * np.reshape((3000, 750, 1), (3, 1, 1, 1, 1)))
+    v[0, key, 0, 3] = value
+    return q, k, v
+
+
 def hard_runs() -> Iterator[Run]:
     for dtype in (F16, BF16):
         for d in (40, 64, 128, 256):
@@ -109,6 +116,8 @@ def hard_runs() -> Iterator[Run]:
         arrays = not_finite_values(64, F16)
         arrays = (np.repeat(arrays[0][:, -20:], 4, 2), *arrays[1:])
         yield of_arrays(f"not-finite-values-groups-{'sinks' in options}", H200, lambda a=arrays: a, **options)
+    for value, key in ((np.nan, 70), (np.inf, 0)):  # such rows are computed again: not with a sum of slightly other weights
+        yield of_arrays(f"large-logits-{value}", H200, lambda x=value, n=key: spoiled(x, n), causal=True)
     yield of_arrays("nan-query", H200, lambda: with_value(0, 7, np.nan), causal=True)
     yield of_arrays("nan-key", H200, lambda: with_value(1, 100, np.nan), causal=True)
     for value in (np.nan, np.inf, -np.inf):
@@ -237,3 +246,21 @@ def test_alone_as_among_others(emulator):
         arrays_of_n = [np.broadcast_to(a[:1, :1], (1, n, 4, 64)) for a in (q, k, v)]
         tile = cuda.instance(problems.build_attention(*arrays_of_n, batch_invariant=True), H200, "fa3").tile
         assert tile == cuda.instance(problems.build_attention(*(a[:, :9] for a in (q, k, v)), batch_invariant=True), H200, "fa3").tile
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_rows_beyond_the_longest_sequence_that_was_promised(emulator, causal):
+    """They are 0, and all others right: lengths on the device may be others than the host was told."""
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal((700, 2, 64)).astype(F16) for _ in range(3))
+    out, lse = np.full(q.shape, np.nan, F16), np.full((2, 700), np.nan, np.float32)
+    plain = problems.build_varlen(q, k, v, [0, 300, 350, 700], [0, 300, 500, 700], causal=causal)
+    problem = problems.with_outputs(plain, out, lse, True, "BSHD", 3)[0]
+    on_device = {name: arrays.view(np.array(getattr(problem, name)), name) for name in ("cu_seqlens_q", "cu_seqlens_k")}
+    problem = problem.replace(seqlen_q=130, seqlen_k=300, **on_device)
+    chosen = emulate.chosen(problem, H200, "fa3")
+    emulator.run(problem, H200, chosen, grid=2)
+    there = np.concatenate([np.arange(n) < -(-130 // chosen.tile.m) * chosen.tile.m for n in (300, 50, 350)])
+    want = compare.expect([plain])
+    compare.assert_close(out[there], want.out[0][there], want.out_bound[there] if np.ndim(want.out_bound) else want.out_bound, "out")
+    assert (out[~there] == 0).all() and (lse[:, ~there] == -np.inf).all()

@@ -42,7 +42,7 @@ template <class C> __device__ __forceinline__ bool store(const Warpgroup<C>& g, 
             for (int i = 0; i < 4; ++i) {
                 const float a = g.O_rmem[0][column / 8 + i][2 * r], b = g.O_rmem[0][column / 8 + i][2 * r + 1];
                 x[i] = pack2<typename C::Out>(a, b);
-                if (C::CUTS && here) zero = fmaf(a + b, 0.0f, zero);
+                if (C::CUTS) zero = fmaf(a + b, 0.0f, zero);
             }
             transpose_quad(x, q);
             if (here && column + 8 * q < p.head_dim_v) *reinterpret_cast<uint4*>(out + column) = make_uint4(x[0], x[1], x[2], x[3]);

@@ -1,7 +1,7 @@
 // Rows of prefill_fa3.cu that what they do not see has spoiled: 0 * v is NaN where v is infinite or NaN.
 //
 // It happens only in tiles of keys that a mask cuts, as keys outside the sequence are cleared; such a row is computed once more, from
-// memory and slowly, with the reference and sum that it has. What it sees that is not finite makes it what it is.
+// memory and slowly, with the reference that it has. What it sees that is not finite makes it what it is.
 #include "include/fa3_warpgroup.cuh"
 
 // Number `column` of row `row` of a (batch, head).
@@ -11,7 +11,7 @@ template <class T> __device__ __forceinline__ float number_at(const void* base, 
 
 // One query of a head, by a warp; the lane has columns lane, lane + 32, ... of it.
 template <class C> __device__ __forceinline__ void repair_row(
-    const PrefillParams& p, const QueryTile<C>& tile, int row, int head, float reference, float sum) {
+    const PrefillParams& p, const QueryTile<C>& tile, int row, int head, float reference) {
     using In = typename C::In;
     const int lane = thread_index() % 32, head_kv = tile.key_head(p);
     const i64 q_row = tile.seq.q_begin + row;
@@ -24,6 +24,7 @@ template <class C> __device__ __forceinline__ void repair_row(
     }
 #pragma unroll
     for (int i = 0; i < C::DV / 32; ++i) acc[i] = 0.0f;
+    float sum = p.sinks ? exp2_fast(p.sinks[head] - reference) : 0.0f;  // of these weights: products are summed up in another order here
     const KeyRange keys = tile.visible.of_all(row + tile.seq.position, row + tile.seq.position);
 #pragma unroll 1
     for (int key = keys.begin; key < keys.end; ++key) {
@@ -40,6 +41,7 @@ template <class C> __device__ __forceinline__ void repair_row(
         if constexpr (C::SCORE == SCORE_SOFTCAP) x = tanhf(x * p.scale);
         else if constexpr (C::SCORE == SCORE_SCALED) x *= p.scale;
         const float weight = exp2_fast(__fmul_rn(x, p.logit_scale) - reference);
+        sum += weight;
         bool nan = true;
 #pragma unroll
         for (int i = 0; i < C::DV / 32; ++i) {
@@ -76,6 +78,6 @@ template <class C> __device__ __forceinline__ void repair(const Warpgroup<C>& g,
         const float sum = __shfl_sync(0xffffffffu, i < 8 ? g.state.sum[0] : g.state.sum[1], lane);
         const bool here = query >= 0 && query < tile.seq.q_length;
         const bool wrong = here && (rows >> lane & 15) != 15 && sum == sum;  // where a score is NaN, so is the row
-        if (wrong) repair_row<C>(g.p, tile, query, tile.query_head(g.p, first_row + i), reference, sum);
+        if (wrong) repair_row<C>(g.p, tile, query, tile.query_head(g.p, first_row + i), reference);
     }
 }

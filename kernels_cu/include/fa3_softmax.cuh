@@ -89,8 +89,7 @@ template <class C> struct WarpgroupSoftmax {
         state.share(top);
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            if (limit[r] == infinity()) top[r] = -infinity();
-            const float raised = fmaxf(state.reference[r], __fmul_rn(top[r], scale));
+            const float to = __fmul_rn(top[r], scale), raised = limit[r] == infinity() ? state.reference[r] : fmaxf(state.reference[r], to);
             factor[r] = exp2_fast(state.reference[r] - raised);
             state.reference[r] = raised;
             state.sum[r] *= factor[r];
@@ -98,9 +97,8 @@ template <class C> struct WarpgroupSoftmax {
         const bool large = state.is_large();
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            if (limit[r] == infinity()) continue;
-            limit[r] = (state.reference[r] + SLACK) * reciprocal_fast(p.logit_scale);
-            if (large | !(limit[r] >= 0.0f)) limit[r] = -1.0f;
+            const float next = (state.reference[r] + SLACK) * reciprocal_fast(p.logit_scale);
+            limit[r] = limit[r] == infinity() ? limit[r] : large | !(next >= 0.0f) ? -1.0f : next;
         }
         if (large) {  // see SoftmaxState::weigh
 #pragma unroll

@@ -33,10 +33,12 @@ template <class C> struct QueryTile {
     __device__ __forceinline__ int key_head(const PrefillParams& p) const { return C::PACKED ? head : head / p.group; }
 };
 
-// The first query of a tile. Under a mask it is the first tile that reaches beyond its sequence, the shortest one, and not the last.
+// The first query of a tile. Under a mask it is the first tile that reaches beyond its sequence, the shortest one, and not the last; not so
+// where there are fewer tiles than a sequence needs, whose last rows clear_rows.cu writes.
 template <class C> __device__ __forceinline__ int first_query(const PrefillParams& p, int m_tile, const Sequence& seq) {
     const int queries = C::M >> group_shift<C>(p);
-    return m_tile * queries - (C::CUTS ? (queries - seq.q_length % queries) % queries : 0);
+    const bool whole = C::FLAT || seq.q_length <= i64(p.m_tiles) * queries;
+    return m_tile * queries - (C::CUTS && whole ? (queries - seq.q_length % queries) % queries : 0);
 }
 
 // The page that a key is in: one that there is, or NO_PAGE. NO_KEYS is outside every array, too, but nothing is amiss.

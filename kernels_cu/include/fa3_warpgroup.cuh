@@ -34,6 +34,13 @@ template <class C> struct Warpgroup : WarpgroupSoftmax<C> {
         if (tile.batch < 0) return false;
         state.init();
 #pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            const int query = tile.query(p, first_query(tile), own_row() + 8 * r);
+            const bool own = u32(query) < u32(tile.seq.q_length);
+            this->limit[r] = own ? -1.0f : infinity();
+            state.reference[r] = own ? Fast32::LOWEST : 0.5f * Fast32::LARGE;  // weights are 0
+        }
+#pragma unroll
         for (int ot = 0; ot < C::DV / 8; ++ot)
 #pragma unroll
             for (int c = 0; c < 4; ++c) O_rmem[0][ot][c] = 0.0f;
@@ -45,11 +52,6 @@ template <class C> struct Warpgroup : WarpgroupSoftmax<C> {
         const bool none = any.empty() | (first_query(tile) >= tile.seq.q_length) | (last_position < tile.seq.position);
         const int first = tile.first, last = none ? first - 1 : (any.end - 1) / C::N;
         const int whole_end = max(all.end, 0) / C::N, whole_first = (all.begin + C::N - 1) / C::N;
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-            const int query = tile.query(p, first_query(tile), own_row() + 8 * r);
-            this->limit[r] = u32(query) < u32(tile.seq.q_length) ? -1.0f : infinity();
-        }
         pass(warp_register(tile.last - last));
         queries.wait_full();
         if (!none) {
