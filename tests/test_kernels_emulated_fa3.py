@@ -96,7 +96,8 @@ def kind_runs() -> Iterator[Run]:
 
 def spoiled(value: float, key: int) -> tuple[np.ndarray, ...]:
     """Logits that rounding of their sums moves by some units, and one value that is not finite."""
-    q, k, v = (x.astype(F16) for x in np.random.default_rng(0).standard_normal((3, 1, 130, 1, 64)) * np.reshape((3000, 750, 1), (3, 1, 1, 1, 1)))
+    rng = np.random.default_rng(0)
+    q, k, v = ((size * rng.standard_normal((1, 130, 1, 64))).astype(F16) for size in (3000, 750, 1))
     v[0, key, 0, 3] = value
     return q, k, v
 
