@@ -163,6 +163,8 @@ class Gpu:
                 params = fa3_params(params.view(structs.FA3_PARAMS))
             if source.name.startswith("combine_fp") or "_parts" in source.name and source.file == "prefill_fp.cu":
                 params = part_of(source.name, params.view(structs.PART_PARAMS))
+            if source.file == "clear_rows.cu":  # CUDA copies as much as the kernel takes; other structs begin with this one
+                params = np.frombuffer(params.tobytes()[: structs.PREFILL_PARAMS.itemsize], structs.PREFILL_PARAMS)
             params = params.view(STRUCTS.get(source.file, structs.PREFILL_PARAMS))
             for hook in self.before:
                 hook(params)
@@ -192,7 +194,9 @@ def fa3_params(params: np.ndarray) -> np.ndarray:
         made = emulate.Map.from_buffer_copy(p[f"{name}_map"].tobytes())
         assert made.address == r[name] and params.ctypes.data % 64 == 0
         size = int(r["head_dim_v" if name == "v" else "head_dim"])
-        assert (made.size[0], made.size[2], made.box[0]) == (size, int(r["heads_q" if name == "q" else "heads_kv"]), 64)
+        together = name == "q" and made.rank == 5  # the heads that share their keys have a dimension of their own
+        heads = made.size[1] * made.size[3] if together else made.size[2]
+        assert (made.size[0], heads, made.box[0]) == (size, int(r["heads_q" if name == "q" else "heads_kv"]), 64)
     assert memory(p["counter"], np.uint32, (1,), (1,))[0] == 0 and p["tiles"] > 0
     return params["prefill"].copy()
 

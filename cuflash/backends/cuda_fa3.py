@@ -169,7 +169,7 @@ def pack(
     problem: Problem, chosen: Instance, section: int, count: int, pointers: dict[str, int], counter: int = 0,
 ) -> np.ndarray:
     """The struct of one launch of so many tiles; the rest is as for structs.pack_prefill."""
-    p = np.zeros(1, structs.FA3_PARAMS)
+    p = tensor_map.aligned(bytes(structs.FA3_PARAMS.itemsize)).view(structs.FA3_PARAMS)
     group = problem.group_size if chosen.packed else 1
     p["prefill"] = structs.pack_prefill(problem, chosen.tile.m // group, section, chosen.factor_left, pointers, chosen.flat)
     q, k, v, keys = problem.q, problem.k, problem.v, chosen.page_rows or chosen.tile.n

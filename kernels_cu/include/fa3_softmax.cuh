@@ -94,7 +94,7 @@ template <class C> struct WarpgroupSoftmax {
             state.reference[r] = raised;
             state.sum[r] *= factor[r];
         }
-        const bool large = state.is_large();
+        const bool large = is_large();
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             const float next = (state.reference[r] + SLACK) * reciprocal_fast(p.logit_scale);
@@ -107,6 +107,14 @@ template <class C> struct WarpgroupSoftmax {
                 for (int c = 0; c < 4; ++c) S_rmem[0][nt][c] = __fmul_rn(S_rmem[0][nt][c], scale);
             scale = 1.0f;
         }
+    }
+
+    // As SoftmaxState::is_large(), without its branches: the compiler would make products wait for each other.
+    __device__ __forceinline__ bool is_large() const {
+        bool large = false;
+#pragma unroll
+        for (int r = 0; r < 2; ++r) large = large | (Fast32::abs(state.reference[r]) >= Fast32::LARGE) & (state.reference[r] != Fast32::LOWEST);
+        return __any_sync(0xffffffffu, large);
     }
 
     // Bring O, and the weights of the parts before this one, to new references.

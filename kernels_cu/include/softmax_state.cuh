@@ -92,7 +92,7 @@ template <int ROWS, class Real = Fast32, int FIRST = 1, int LAST = 2> struct Sof
     __device__ __forceinline__ bool is_large() const {
         bool large = false;
 #pragma unroll
-        for (int r = 0; r < ROWS; ++r) large = large | (Real::abs(reference[r]) >= Real::LARGE) & (reference[r] != Real::LOWEST);
+        for (int r = 0; r < ROWS; ++r) large = large || (Real::abs(reference[r]) >= Real::LARGE && reference[r] != Real::LOWEST);
         return __any_sync(0xffffffffu, large);
     }
 
