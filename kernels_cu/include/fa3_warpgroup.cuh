@@ -6,6 +6,9 @@
 #include "include/fa3_tile.cuh"
 #include "include/score.cuh"
 
+// What is the same in all lanes already, in a register that the warp has together: what is computed from it stays in such ones.
+__device__ __forceinline__ int warp_register(int x) { return int(__reduce_or_sync(0xffffffffu, u32(x))); }
+
 template <class C> struct Warpgroup : WarpgroupSoftmax<C> {
     using In = typename C::In;
     using Order = KeyOrder<false>;

@@ -196,12 +196,3 @@ template <int LANES, class T> __device__ __forceinline__ T shuffle_xor(T x) { re
 
 // The same in all lanes, and seen to be so: the compiler makes products wait for each other next to a branch that might part a warpgroup.
 __device__ __forceinline__ int uniform(int x) { return int(__shfl_sync(0xffffffffu, u32(x), 0)); }
-
-// What is the same in all lanes already, in a register that the warp has together: what is computed from it stays in such ones.
-__device__ __forceinline__ int warp_register(int x) {
-#if CUFLASH_ARCH >= 800
-    return int(__reduce_or_sync(0xffffffffu, u32(x)));
-#else
-    return uniform(x);
-#endif
-}
