@@ -18,6 +18,8 @@ LONGEST = NO_LIMIT - 1024  # keys or rows of a sequence, so that sums of positio
 # Polynomials of least relative error that are tanh(x) / x in powers of x**2 for |x| up to a limit: 1.1e-7 and 3e-8.
 TANH_NEAR = 0.2, (0.999999894791, -0.333285908991, 0.13015407552)
 TANH_SERIES = 0.55, (0.999999967637, -0.333327950236, 0.133188769145, -0.0525893198278, 0.0163154437238)
+LARGE = 2.0**20  # Fast32::LARGE of reals.cuh, in log2 units
+LARGEST = float(np.finfo(np.float32).max)
 SMALLEST = 1e-37  # a little above what float32 holds in full, as is its inverse below
 
 SCALES = ("k_scale", "v_scale")
@@ -41,7 +43,7 @@ PREFILL_PARAMS = np.dtype(
         ("page_magic", np.uint32), ("page_shift", np.int32), ("index_bits", np.int32), ("tile_rows", np.int32),
         *((name, np.float64) for name in ("scale64", "softcap64", "logit_scale64")),
         *((name, np.float32) for name in ("near_limit", "softcap_limit")),
-        ("near_series", (np.float32, 3)), ("softcap_series", (np.float32, 5)),
+        ("near_series", (np.float32, 3)), ("softcap_series", (np.float32, 5)), ("large_score", np.float32),
     ],
     align=True,
 )
@@ -300,6 +302,7 @@ def pack_prefill(
         values |= {"page_size": problem.page_size, "max_pages": problem.page_table.shape[1], "pages": problem.k.shape[0]}
         values["page_magic"], values["page_shift"] = page_divisor(problem.page_size)
     values |= {f"{name}64": values[name] for name in ("scale", "softcap", "logit_scale")}
+    values["large_score"] = min(LARGE / max(values["logit_scale"], SMALLEST), LARGEST)
     for name, (limit, series) in (("near", TANH_NEAR), ("softcap", TANH_SERIES)):
         values[f"{name}_limit"], values[f"{name}_series"] = capped_series(scale, problem.softcap, limit, series)
     values["softcap_limit"] = max(values["near_limit"], values["softcap_limit"])  # float32 holds the shorter series rather

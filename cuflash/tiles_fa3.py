@@ -20,15 +20,15 @@ class Fa3Tile(NamedTuple):
         Tiles of K and of V in shared memory.
     turns : bool
         Warpgroups start products in turn, so that one has its softmax while the others multiply.
-    values_first : bool
-        Softmax comes when both products of a step are there, the values' first; else during the values'.
+    one_wait : bool
+        Softmax comes when both products of a step are there; else while the values' still runs.
     """
 
     warpgroups: int
     n: int
     stages: int = 2
     turns: bool = True
-    values_first: bool = False
+    one_wait: bool = False
 
     resident = 1  # blocks that shall fit a multiprocessor together
 
@@ -44,7 +44,7 @@ class Fa3Tile(NamedTuple):
     def shared_memory(self, d: int, dv: int) -> int:
         """Bytes of dynamic shared memory for padded head sizes; PrefillFa3::SMEM_BYTES counts the same."""
         k_columns, v_columns = (-(-size // 64) * 64 for size in (d, dv))  # boxes are 64 columns wide
-        tiles = 2 * (self.m * k_columns + self.stages * self.n * (k_columns + v_columns))
+        tiles = 2 * (self.m * k_columns + self.stages * self.n * (k_columns + v_columns)) + self.m * 128  # and 64 columns of results
         return tiles + 2 * 32 + 16 * (2 + self.warpgroups + 2 * self.stages + 1)  # slots of the tiles to come, barriers
 
 
@@ -63,14 +63,14 @@ class Choice(NamedTuple):
 # By the larger padded head size. A thread holds, of two query rows, N / 2 scores, N / 4 registers of weights and DV / 2 of O: it has 232
 # registers of two warpgroups, 160 of three, 112 of four. More rows of a block read K and V less often, and more warpgroups have more to do
 # while one of them waits.
-_FOUR = Fa3Tile(4, 64, 4, values_first=True)
+_FOUR = Fa3Tile(4, 64, 4, one_wait=True)
 _THREE, _APART, _OF_256 = Fa3Tile(3, 64, 4), Fa3Tile(3, 64, 4, False), Fa3Tile(2, 64)
-_OF_96, _OF_192 = Fa3Tile(3, 96, 3), Fa3Tile(2, 96)
+_OF_96, _OF_128, _OF_192 = Fa3Tile(3, 80, 3), Fa3Tile(3, 80, 3, False), Fa3Tile(2, 96)
 PREFILL_FA3: dict[int, Choice] = {
     32: Choice({0: _FOUR}, {0: _FOUR}, {0: _FOUR}, {0: _THREE}),
-    64: Choice({0: _FOUR, 6000: Fa3Tile(3, 128)}, {0: _FOUR}, {0: _FOUR}, {0: _THREE}),
+    64: Choice({0: _FOUR, 1500: Fa3Tile(3, 128, 2, False)}, {0: _FOUR}, {0: _FOUR}, {0: _THREE}),
     96: Choice({0: _OF_96}, {0: _OF_96}, {0: _THREE}, {0: _THREE}),
-    128: Choice({0: _THREE, 3000: Fa3Tile(3, 80, 3)}, {0: _APART, 6000: Fa3Tile(3, 80, 3, False)}, {0: _APART}, {0: _APART}),
+    128: Choice({0: Fa3Tile(2, 128), 1500: _OF_128}, {0: _APART, 1500: _OF_128}, {0: _APART}, {0: _APART}),
     160: Choice({0: _OF_192}, {0: _OF_192}, {0: _OF_192}, {0: Fa3Tile(2, 64, 3)}),
     192: Choice({0: _OF_192}, {0: _OF_192}, {0: _OF_192}, {0: Fa3Tile(2, 64, 3)}),
     256: Choice({0: _OF_256}, {0: _OF_256}, {0: _OF_256}, {0: Fa3Tile(2, 32, 4)}),

@@ -7,7 +7,7 @@ template <int STAGES_, int BYTES, int BARRIERS> struct Stages {
 };
 
 template <
-    class In_, class Out_, int DQK_, int DV_, int WARPGROUPS_, int N_, int STAGES_, bool TURNS_, bool VALUES_FIRST_, int MASK_, int SCORE_,
+    class In_, class Out_, int DQK_, int DV_, int WARPGROUPS_, int N_, int STAGES_, bool TURNS_, bool ONE_WAIT_, int MASK_, int SCORE_,
     int PAGE_ROWS_ = 0, bool FLAT_ = false, bool PACKED_ = false>
 struct PrefillFa3 {
     using In = In_;
@@ -16,7 +16,7 @@ struct PrefillFa3 {
     static constexpr int MASK = MASK_, SCORE = SCORE_;
     static constexpr int PAGE_ROWS = PAGE_ROWS_;  // rows of a box: page sizes are multiples of it; 0: there are no pages
     static_assert(PAGE_ROWS == 0 || (PAGE_ROWS % 16 == 0 && N % PAGE_ROWS == 0), "");
-    static constexpr bool TURNS = TURNS_, VALUES_FIRST = VALUES_FIRST_, FLAT = FLAT_;
+    static constexpr bool TURNS = TURNS_, ONE_WAIT = ONE_WAIT_, FLAT = FLAT_;
     static constexpr bool PACKED = PACKED_;  // rows are (query, head) of a group, see group_shift()
     static constexpr bool CUTS = MASK != MASK_LENGTH;  // rows of a block may see different keys
     static constexpr int THREADS = 128 * (WARPGROUPS + 1);
@@ -27,7 +27,8 @@ struct PrefillFa3 {
     using KTile = SmemTile<N, (DQK + 63) / 64 * 64>;
     using VTile = SmemTile<N, (DV + 63) / 64 * 64>;
     static constexpr int Q_SMEM = 0, K_SMEM = Q_SMEM + WARPGROUPS * QTile::BYTES, V_SMEM = K_SMEM + STAGES * KTile::BYTES;
-    static constexpr int SLOTS_SMEM = V_SMEM + STAGES * VTile::BYTES, BARRIERS_SMEM = SLOTS_SMEM + 2 * 32;
+    static constexpr int OUT_SMEM = V_SMEM + STAGES * VTile::BYTES, OUT_BYTES = 16 * 128;  // results, for each warp 16 rows x 64 columns
+    static constexpr int SLOTS_SMEM = OUT_SMEM + 4 * WARPGROUPS * OUT_BYTES, BARRIERS_SMEM = SLOTS_SMEM + 2 * 32;
     static constexpr int SMEM_BYTES = BARRIERS_SMEM + 16 * (2 + WARPGROUPS + 2 * STAGES + 1);
     using SlotStages = Stages<2, 32, BARRIERS_SMEM - SLOTS_SMEM>;
     using QStages = Stages<WARPGROUPS, QTile::BYTES, BARRIERS_SMEM + 16 * 2 - Q_SMEM>;  // each has its own
@@ -64,7 +65,7 @@ template <class C> __device__ __forceinline__ void prefill_fa3(const Fa3Params& 
             if (!group.attend(slots.read(p.prefill))) break;
             const QueryTile<C> tile = slots.read(p.prefill);  // once more: it took no registers meanwhile
             normalize(group, tile);
-            repair(group, tile, store(group, tile));
+            repair(group, tile, store(group, tile, smem));
             slots.done();
         }
     }

@@ -130,7 +130,7 @@ def test_variants_are_measured_beside_what_they_should_cost():
     chunk = found["pages of 16, 512 queries after 8192 keys, D128 causal"]
     assert (chunk.variant.page, chunk.plain.page, chunk.limit) == (16, 0, 1.1)
     assert chunk.variant.queries == chunk.plain.queries == 512 and chunk.variant.seqlen == chunk.plain.seqlen == 8704
-    assert found["D192/128 beside D192 full"].variant.head_dim_v == 128 and found["sinks D64 causal"].variant.sinks
+    assert found["D192/128 beside D192 full"].variant.head_dim_v == 128
     assert found["lengths D128 full"].variant.lengths and not found["lengths D128 full"].plain.lengths
     in_pages = [pair.variant for pair in found.values() if pair.variant.page]
     assert len(in_pages) == 8 and all(call.seqlen % call.page == 0 for call in in_pages)
@@ -144,7 +144,7 @@ def test_what_flash_attention_3_has_no_call_for_is_not_asked_of_it(monkeypatch):
     monkeypatch.setattr(peers, "flash_attention_3", lambda arrays, causal, **options: asked.append({"causal": causal, **options}))
     found = {pair.name: pair.variant for pair in variants.pairs()}
     chunk = "pages of 16, 512 queries after 8192 keys, D64 causal"
-    for name in ("sinks D64 full", "lengths D64 full", "packed, longest unknown, D64 full", chunk):
+    for name in ("lengths D64 full", "packed, longest unknown, D64 full", chunk):
         assert found[name].flash_attention_3((0, 0, 0)) is None
     for name in ("window 1024 of 16384 D64", "softcap D64 full", "GQA 32/8 D64 causal"):
         found[name].flash_attention_3((0, 0, 0))

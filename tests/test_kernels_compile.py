@@ -37,6 +37,8 @@ def check(arch: str, instance: cuda.AnyInstance, as_arch: str | None = None) -> 
     per_warp = -(-registers * 32 // 256) * 256  # registers are given to warps in units of 256
     assert per_warp * (instance.tile.threads // 32) * instance.tile.resident <= REGISTERS_SM, what
     assert "warning" not in text.lower() and "serialized" not in text, what
+    if isinstance(instance, cuda_fa3.Instance):  # waits and fences that the compiler adds to products
+        assert not re.search(r"\(C75\d\d\)", text), what
 
 
 def compile_all(arch: str, instances: list[cuda.AnyInstance]) -> None:

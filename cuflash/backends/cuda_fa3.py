@@ -45,7 +45,7 @@ class Instance(PrefillInstance):
     @property
     def tile_words(self) -> list[str]:
         t = self.tile
-        words = [f"m{t.m}n{t.n}s{t.stages}", *["turns"] * t.turns, *["values"] * t.values_first]
+        words = [f"m{t.m}n{t.n}s{t.stages}", *["turns"] * t.turns, *["wait"] * t.one_wait]
         return words + ["packed"] * self.packed
 
     @property
@@ -59,7 +59,7 @@ class Instance(PrefillInstance):
     @property
     def arguments(self) -> list[Any]:
         t = self.tile
-        numbers = [self.d, self.dv, t.warpgroups, t.n, t.stages, t.turns, t.values_first, self.mask, self.score]
+        numbers = [self.d, self.dv, t.warpgroups, t.n, t.stages, t.turns, t.one_wait, self.mask, self.score]
         return [CUDA_TYPES[self.dtype], CUDA_TYPES[self.out], *numbers, self.page_rows, self.flat, self.packed]
 
 

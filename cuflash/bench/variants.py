@@ -31,8 +31,8 @@ class Call:
     """A call of attention() in bfloat16.
 
     ``packed`` makes it attention_varlen() of sequences of equal lengths, which lie on the GPU; ``queries`` makes it the last chunk of a
-    prefill, of so many rows, ``page`` puts keys and values into pages of so many keys at random places, ``lengths`` gives kv_lengths on
-    the GPU, and ``sinks`` a sink for each head.
+    prefill, of so many rows, ``page`` puts keys and values into pages of so many keys at random places, and ``lengths`` gives kv_lengths
+    on the GPU.
     """
 
     batch: int
@@ -46,7 +46,6 @@ class Call:
     queries: int = 0
     page: int = 0
     lengths: bool = False
-    sinks: bool = False
     options: dict[str, Any] = field(default_factory=dict)
 
     def inputs(self) -> peers.Arrays:
@@ -67,8 +66,6 @@ class Call:
         q, k, v = arrays
         out = cupy.empty((*q.shape[:-1], v.shape[-1]), q.dtype)
         options = {"backend": "cuda", "kernel": kernel, **self.options}
-        if self.sinks:
-            options["sinks"] = cupy.zeros(self.heads, np.float32)
         if self.lengths:
             options["kv_lengths"] = cupy.full(self.batch, self.seqlen, np.int32)
         if self.page:
@@ -95,7 +92,7 @@ class Call:
 
     def flash_attention_3(self, arrays: peers.Arrays) -> peers.Call | None:
         """The call by FlashAttention-3, or None where it has no such call."""
-        if self.page or self.lengths or self.sinks or not self.longest_known or not peers.has_flash_attention_3():
+        if self.page or self.lengths or not self.longest_known or not peers.has_flash_attention_3():
             return None
         names = {"window": "window_size", "softcap": "softcap"}
         options = {names[name]: value for name, value in self.options.items() if name in names}
@@ -142,7 +139,6 @@ def pairs() -> Iterator[Pair]:
                 packed = Call(4, 4096, heads, d, packed=True, longest_known=known, options=mask)
                 yield Pair(f"{name} D{d} {kind}", packed, plain, 1.0, 1.03)
             yield Pair(f"lengths D{d} {kind}", replace(plain, lengths=True), plain, 1.0, 1.03)
-            yield Pair(f"sinks D{d} {kind}", replace(plain, sinks=True), plain, 1.0, 1.03)
         for d, heads in ((72, 16), (80, 16), (96, 16), (160, 10)):
             more = -(-d // 64) * 64
             odd, plain = (Call(4, 4096, heads, size, options=mask) for size in (d, more))

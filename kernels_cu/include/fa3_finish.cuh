@@ -1,17 +1,6 @@
 // The end of a tile of queries of prefill_fa3.cu: out and log-sum-exp, from registers to memory.
 #include "include/fa3_repair.cuh"
 
-// Of a matrix whose rows have four lanes each and whose columns come in groups of 8, lane q has two columns of each of four groups; it gets
-// group q.
-__device__ __forceinline__ void transpose_quad(u32 (&x)[4], int q) {
-    const u32 a0 = shuffle_xor<1>(q & 1 ? x[0] : x[1]), a1 = shuffle_xor<1>(q & 1 ? x[2] : x[3]);
-    if (q & 1) x[0] = a0, x[2] = a1;
-    else x[1] = a0, x[3] = a1;
-    const u32 b0 = shuffle_xor<2>(q & 2 ? x[0] : x[2]), b1 = shuffle_xor<2>(q & 2 ? x[1] : x[3]);
-    if (q & 2) x[0] = b0, x[1] = b1;
-    else x[2] = b0, x[3] = b1;
-}
-
 // Divide by the sums, with the sink.
 template <class C> __device__ __forceinline__ void normalize(Warpgroup<C>& g, const QueryTile<C>& tile) {
 #pragma unroll
@@ -24,32 +13,68 @@ template <class C> __device__ __forceinline__ void normalize(Warpgroup<C>& g, co
     }
 }
 
-// Rows of numbers are 16-byte pieces; see why_not_out in cuda_fa3.py. Whether a number is not finite that must perhaps be, see repair().
-template <class C> __device__ __forceinline__ bool store(const Warpgroup<C>& g, const QueryTile<C>& tile) {
+// So many numbers further. HERE: by an addition here and now, as multiples of strides, worked out ahead, would take uniform registers from
+// the loop over keys.
+template <bool HERE> __device__ __forceinline__ u16* further(u16* from, i64 numbers) {
+    if constexpr (!HERE) return from + numbers;
+    i64 bytes = 2 * numbers;
+    asm("" : "+l"(bytes));
+    return reinterpret_cast<u16*>(reinterpret_cast<u64>(from) + bytes);
+}
+
+// Through shared memory, so that eight lanes write 128 neighbouring bytes of a row, 16 bytes each; see why_not_out in cuda_fa3.py. Whether
+// a number is not finite that must perhaps be, see repair().
+template <class C> __device__ __forceinline__ bool store(const Warpgroup<C>& g, const QueryTile<C>& tile, u32 smem) {
     const PrefillParams& p = g.p;
-    const int q = thread_index() % 4;
-    float zero = 0.0f;
+    const int thread = thread_index();
+    const int lane = thread % 32, piece = lane % 8, first_row = thread % 128 / 32 * 16, first = g.first_query(tile);
+    const auto here = [&](int query) { return u32(query) < u32(tile.seq.q_length); };
+    // Row r of the warp has its pieces in another order than the others of eight, so that no two lanes meet in a bank.
+    const u32 out_smem = smem + C::OUT_SMEM + (thread / 32 - 4) * C::OUT_BYTES;
+    const auto piece_smem = [&](int row, int piece) { return out_smem + row * 128 + (piece ^ row % 8) * 16; };
+    const auto row_of = [&](int i) { return first_row + lane / 8 + 4 * i; };
+    const auto out = [&](int i) {
+        return static_cast<u16*>(p.out) + tile.batch * p.out_stride.batch + tile.query_head(p, row_of(i)) * p.out_stride.head +
+            (tile.seq.q_begin + tile.query(p, first, row_of(i))) * p.out_stride.row + 8 * piece;
+    };
+    u16* const first_out = out(0);
+    float product = 1.0f;  // of pairs, summed up: finite if all numbers are
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
-        const int query = tile.query(p, g.first_query(tile), g.own_row() + 8 * r), head = tile.query_head(p, g.own_row() + 8 * r);
-        const bool here = query >= 0 && query < tile.seq.q_length;
-        const i64 at = tile.seq.q_begin + query;
-        u16* out = static_cast<u16*>(p.out) + tile.batch * p.out_stride.batch + at * p.out_stride.row + head * p.out_stride.head + 8 * q;
+    for (int column = 0; column < C::DV; column += 64) {
 #pragma unroll
-        for (int column = 0; column < C::DV; column += 32) {
+        for (int k = 0; k < (C::DV - column < 64 ? C::DV - column : 64) / 16; ++k) {
             u32 x[4];
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
-                const float a = g.O_rmem[0][column / 8 + i][2 * r], b = g.O_rmem[0][column / 8 + i][2 * r + 1];
+                const float(&o)[4] = g.O_rmem[0][column / 8 + 2 * k + i / 2];
+                const float a = o[i % 2 * 2], b = o[i % 2 * 2 + 1];
                 x[i] = pack2<typename C::Out>(a, b);
-                if (C::CUTS) zero = fmaf(a + b, 0.0f, zero);
+                if (C::CUTS) product = fmaf(a, b, product);
             }
-            transpose_quad(x, q);
-            if (here && column + 8 * q < p.head_dim_v) *reinterpret_cast<uint4*>(out + column) = make_uint4(x[0], x[1], x[2], x[3]);
+            stmatrix_x4(piece_smem(lane % 16, 2 * k + lane / 16), x);
         }
-        if (p.lse && here && q == 0)
-            p.lse[tile.batch * p.lse_stride.batch + head * p.lse_stride.head + at * p.lse_stride.row] =
-                g.state.finish(g.state.reference[r], g.state.sum[r]);
+        __syncwarp();
+        uint4 x[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) x[i] = load_smem_16(piece_smem(lane / 8 + 4 * i, piece));
+        u16* to = first_out;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            if (C::PACKED && i > 0) to = out(i);
+            const bool there = here(tile.query(p, first, row_of(i))) && column + 8 * piece < p.head_dim_v;
+            if (there) *reinterpret_cast<uint4*>(to + column) = x[i];
+            to = further<C::DV <= 128>(to, 4 * p.out_stride.row);
+        }
+        __syncwarp();
     }
-    return zero != 0.0f;
+    if (p.lse && lane % 4 == 0) {
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            const int row = g.own_row() + 8 * r, query = tile.query(p, first, row);
+            const i64 head = tile.batch * p.lse_stride.batch + tile.query_head(p, row) * p.lse_stride.head;
+            const i64 at = head + (tile.seq.q_begin + query) * p.lse_stride.row;
+            if (here(query)) p.lse[at] = g.state.finish(g.state.reference[r], g.state.sum[r]);
+        }
+    }
+    return !(fabsf(product) < infinity());
 }

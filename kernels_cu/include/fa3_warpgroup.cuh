@@ -35,42 +35,30 @@ template <class C> struct Warpgroup : WarpgroupSoftmax<C> {
     // All keys of a tile of queries; whether there was one.
     __device__ __forceinline__ bool attend(const QueryTile<C>& tile) {
         if (tile.batch < 0) return false;
-        state.init();
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-            const int query = tile.query(p, first_query(tile), own_row() + 8 * r);
-            const bool own = u32(query) < u32(tile.seq.q_length);
-            this->limit[r] = own ? -1.0f : infinity();
-            state.reference[r] = own ? Fast32::LOWEST : 0.5f * Fast32::LARGE;  // weights are 0
+        if (tile.last < tile.first) {
+            start(tile);
+            return true;
         }
-#pragma unroll
-        for (int ot = 0; ot < C::DV / 8; ++ot)
-#pragma unroll
-            for (int c = 0; c < 4; ++c) O_rmem[0][ot][c] = 0.0f;
-        if (tile.last < tile.first) return true;
         // Tiles of keys that the mask cuts come first and, with a window, last; in a loop of their own the others do not pay for it. Those
-        // to the right of all that these 64 rows see are for the other warpgroups.
+        // to the right of all that these 64 rows see are for the other warpgroups. Where they see none at all, they pass all but one, as a
+        // branch here would keep the compiler from counting stages once for a whole warp.
         const int position = first_query(tile) + tile.seq.position, last_position = tile.query(p, position, 63);
         const KeyRange any = tile.visible.of_any(position, last_position), all = tile.visible.of_all(position, last_position);
         const bool none = any.empty() | (first_query(tile) >= tile.seq.q_length) | (last_position < tile.seq.position);
-        const int first = tile.first, last = none ? first - 1 : (any.end - 1) / C::N;
+        const int first = tile.first, last = none ? first : (any.end - 1) / C::N;
         const int whole_end = max(all.end, 0) / C::N, whole_first = (all.begin + C::N - 1) / C::N;
         pass(warp_register(tile.last - last));
         queries.wait_full();
-        if (!none) {
-            int n = last;
-            first_keys(tile, n, n >= whole_end || n < whole_first, first);
-            --n;
-            for (int masked = max(first, whole_end); n >= first; masked = first) {
+        int n = last;
+        first_keys(tile, n, n >= whole_end || n < whole_first, first);
+        --n;
+        for (int masked = max(first, whole_end); n >= first; masked = first) {
 #pragma unroll 1
-                for (; n >= masked; --n) next_keys<true>(tile, n, first);
+            for (; n >= masked; --n) next_keys<true>(tile, n, first);
 #pragma unroll 1
-                for (; n >= max(first, whole_first); --n) next_keys<false>(tile, n, first);
-            }
-            last_values();
-        } else {
-            queries.release();
+            for (; n >= max(first, whole_first); --n) next_keys<false>(tile, n, first);
         }
+        last_values();
         queries.skip(C::WARPGROUPS);
         return true;
     }
@@ -81,6 +69,22 @@ template <class C> struct Warpgroup : WarpgroupSoftmax<C> {
     }
     __device__ __forceinline__ void end_turn() const {
         if (C::TURNS) block_barrier_arrive<256>(number + 1 == C::WARPGROUPS ? 1 : number + 2);
+    }
+
+    // Rows that have seen nothing yet.
+    __device__ __forceinline__ void start(const QueryTile<C>& tile) {
+        state.init();
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            const int query = tile.query(p, first_query(tile), own_row() + 8 * r);
+            const bool own = u32(query) < u32(tile.seq.q_length);
+            this->follows[r] = own ? p.logit_scale : 0.0f;
+            state.reference[r] = own ? Fast32::LOWEST : 0.5f * Fast32::LARGE;  // weights are 0
+        }
+#pragma unroll
+        for (int ot = 0; ot < C::DV / 8; ++ot)
+#pragma unroll
+            for (int c = 0; c < 4; ++c) O_rmem[0][ot][c] = 0.0f;
     }
 
     // So many tiles of keys that concern other warpgroups.
@@ -107,54 +111,46 @@ template <class C> struct Warpgroup : WarpgroupSoftmax<C> {
         begin_turn();
         scores();
         end_turn();
+        start(tile);
         wgmma_wait<0>();
         done_with_keys(n == first);
         logits(tile, n, masked);
-        if constexpr (C::VALUES_FIRST) {
-            Base::template softmax_in_parts<true>();
-        } else {
-            Base::template softmax<true>();
-            Base::round();
-        }
+        Base::template softmax<true>();
+        Base::round();
     }
 
-    // A tile of keys, and the values of the one before. With enough warpgroups, others fill the time until both products are there, and
-    // nothing runs during softmax; else the values do.
+    // A tile of keys, and the values of the one before; O comes to its references while the scores run. With enough warpgroups, others fill
+    // the time until both products are there, and nothing runs during softmax; else the values do.
     template <bool MASKED> __device__ __forceinline__ void next_keys(const QueryTile<C>& tile, int n, int first) {
-        if constexpr (C::VALUES_FIRST) {
-            values.wait_full();
-            keys.wait_full();
-            begin_turn();
-            wgmma_fence();
-            add_values();
-            scores();
-            end_turn();
+        keys.wait_full();
+        begin_turn();
+        scores();
+        values.wait_full();
+        Base::scale_values();
+        wgmma_fence();
+        add_values();
+        if (C::WARPGROUPS > 2) end_turn();
+        if constexpr (C::ONE_WAIT) {
             wgmma_wait<0>();
             values.release(lead);
             values.advance();
-            done_with_keys(n == first);
-            logits(tile, n, MASKED);
-            Base::template softmax_in_parts<false>();
         } else {
-            keys.wait_full();
-            begin_turn();
-            scores();
-            values.wait_full();
-            add_values();
-            if (C::WARPGROUPS > 2) end_turn();
             wgmma_wait<1>();
             if (C::WARPGROUPS == 2) end_turn();  // two are then half a step apart, and one always has products to run
-            done_with_keys(n == first);
-            logits(tile, n, MASKED);
-            Base::template softmax<false>();
+        }
+        done_with_keys(n == first);
+        logits(tile, n, MASKED);
+        Base::template softmax<false>();
+        if constexpr (!C::ONE_WAIT) {
             values.release(lead);
             values.advance();
-            Base::round();
         }
+        Base::round();
     }
 
     __device__ __forceinline__ void last_values() {
         values.wait_full();
+        Base::scale_values();
         wgmma_fence();
         add_values();
         wgmma_wait<0>();

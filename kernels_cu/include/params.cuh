@@ -48,4 +48,5 @@ struct PrefillParams {
     double scale64, softcap64, logit_scale64;  // of prefill_fp, which has lse and slopes in its own type
     // Of a softcap, for scores s of at most a limit: s * (series[0] + series[1] * s^2 + ...) is the logit in log2 units.
     float near_limit, softcap_limit, near_series[3], softcap_series[5];
+    float large_score;          // what the score kind yields that is Fast32::LARGE in log2 units
 };

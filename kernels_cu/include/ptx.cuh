@@ -136,6 +136,12 @@ __device__ __forceinline__ void ldmatrix_x4_transposed(u32 (&d)[4], u32 smem) {
                  : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3]) : "r"(smem) : "memory");
 }
 
+// The way back.
+__device__ __forceinline__ void stmatrix_x4(u32 smem, const u32 (&s)[4]) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};"
+                 ::"r"(smem), "r"(s[0]), "r"(s[1]), "r"(s[2]), "r"(s[3]) : "memory");
+}
+
 // An 8x8 matrix of 16-bit numbers, of which lane l has numbers 2 (l % 4) and 2 (l % 4) + 1 of row l / 4; then of column l / 4.
 __device__ __forceinline__ u32 transpose_8x8(u32 x) {
     u32 d;

@@ -167,6 +167,7 @@ void st_shared_v4_b32(b32 to, b32 x, b32 y, b32 z, b32 w);
 void movmatrix_sync_aligned_m8n8_trans_b16(b32& d, b32 a);
 void ldmatrix_sync_aligned_m8n8_x4_shared_b16(b32& d0, b32& d1, b32& d2, b32& d3, b32 row);
 void ldmatrix_sync_aligned_m8n8_x4_trans_shared_b16(b32& d0, b32& d1, b32& d2, b32& d3, b32 row);
+void stmatrix_sync_aligned_m8n8_x4_shared_b16(b32 row, b32 s0, b32 s1, b32 s2, b32 s3);
 void mma_sync_aligned_m16n8k16_row_col_f32_f16_f16_f32(
     float& d0, float& d1, float& d2, float& d3, b32 a0, b32 a1, b32 a2, b32 a3, b32 b0, b32 b1, float c0, float c1, float c2, float c3);
 void mma_sync_aligned_m16n8k16_row_col_f32_bf16_bf16_f32(

@@ -98,6 +98,13 @@ void st_shared_v4_b32(unsigned to, unsigned x, unsigned y, unsigned z, unsigned 
 
 // ---- instructions of a warp ---------------------------------------------------------------------------------------------
 
+static void check_banks(const Thread* rows, int matrix, const char* name) {
+    for (int i = 0; i < 8; ++i)
+        for (int j = 0; j < i; ++j)
+            if (rows[i].in[0] != rows[j].in[0] && rows[i].in[0] / 16 % 8 == rows[j].in[0] / 16 % 8)
+                fail("bank conflict: rows %d and %d of matrix %d of %s, at %u and %u", i, j, matrix, name, rows[i].in[0], rows[j].in[0]);
+}
+
 // Lane l names row l % 8 of matrix l / 8, and gets columns 2 (l % 4) and 2 (l % 4) + 1 of row l / 4; transposed: rows of a column.
 static void load_matrices(b32& d0, b32& d1, b32& d2, b32& d3, unsigned row, bool transposed) {
     read_shared(row, 16, "ldmatrix");
@@ -105,11 +112,7 @@ static void load_matrices(b32& d0, b32& d1, b32& d2, b32& d3, unsigned row, bool
     with_warp(transposed ? "ldmatrix.trans" : "ldmatrix", [transposed](Thread* lanes) {
         for (int matrix = 0; matrix < 4; ++matrix) {
             const Thread* rows = lanes + 8 * matrix;
-            for (int i = 0; i < 8; ++i)
-                for (int j = 0; j < i; ++j)
-                    if (rows[i].in[0] != rows[j].in[0] && rows[i].in[0] / 16 % 8 == rows[j].in[0] / 16 % 8)
-                        fail("bank conflict: rows %d and %d of matrix %d of ldmatrix, at %u and %u", i, j, matrix, rows[i].in[0],
-                             rows[j].in[0]);
+            check_banks(rows, matrix, "ldmatrix");
             for (int lane = 0; lane < WARP; ++lane) {
                 b16 x[2];
                 for (int e = 0; e < 2; ++e) {
@@ -129,6 +132,20 @@ void ldmatrix_sync_aligned_m8n8_x4_shared_b16(b32& d0, b32& d1, b32& d2, b32& d3
 }
 void ldmatrix_sync_aligned_m8n8_x4_trans_shared_b16(b32& d0, b32& d1, b32& d2, b32& d3, unsigned row) {
     load_matrices(d0, d1, d2, d3, row, true);
+}
+
+void stmatrix_sync_aligned_m8n8_x4_shared_b16(unsigned row, unsigned s0, unsigned s1, unsigned s2, unsigned s3) {
+    write_shared(row, 16, "stmatrix");
+    const unsigned in[] = {row, s0, s1, s2, s3};
+    memcpy(threads[current].in, in, sizeof in);
+    with_warp("stmatrix", [](Thread* lanes) {
+        for (int matrix = 0; matrix < 4; ++matrix) {
+            const Thread* rows = lanes + 8 * matrix;
+            check_banks(rows, matrix, "stmatrix");
+            for (int lane = 0; lane < WARP; ++lane)
+                memcpy(smem + place(rows[lane / 4].in[0]) + lane % 4 * 4, &lanes[lane].in[1 + matrix], 4);
+        }
+    });
 }
 
 // Lane l has numbers 2 (l % 4) and 2 (l % 4) + 1 of row l / 4, then of column l / 4.
