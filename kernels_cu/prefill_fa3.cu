@@ -26,9 +26,10 @@ struct PrefillFa3 {
     using QTile = SmemTile<64, (DQK + 63) / 64 * 64>;  // of a warpgroup
     using KTile = SmemTile<N, (DQK + 63) / 64 * 64>;
     using VTile = SmemTile<N, (DV + 63) / 64 * 64>;
+    using OutTile = SmemTile<16, 64>;  // of a warp, whose results take it 64 columns at a time
     static constexpr int Q_SMEM = 0, K_SMEM = Q_SMEM + WARPGROUPS * QTile::BYTES, V_SMEM = K_SMEM + STAGES * KTile::BYTES;
-    static constexpr int OUT_SMEM = V_SMEM + STAGES * VTile::BYTES, OUT_BYTES = 16 * 128;  // results, for each warp 16 rows x 64 columns
-    static constexpr int SLOTS_SMEM = OUT_SMEM + 4 * WARPGROUPS * OUT_BYTES, BARRIERS_SMEM = SLOTS_SMEM + 2 * 32;
+    static constexpr int OUT_SMEM = V_SMEM + STAGES * VTile::BYTES;
+    static constexpr int SLOTS_SMEM = OUT_SMEM + 4 * WARPGROUPS * OutTile::BYTES, BARRIERS_SMEM = SLOTS_SMEM + 2 * 32;
     static constexpr int SMEM_BYTES = BARRIERS_SMEM + 16 * (2 + WARPGROUPS + 2 * STAGES + 1);
     using SlotStages = Stages<2, 32, BARRIERS_SMEM - SLOTS_SMEM>;
     using QStages = Stages<WARPGROUPS, QTile::BYTES, BARRIERS_SMEM + 16 * 2 - Q_SMEM>;  // each has its own

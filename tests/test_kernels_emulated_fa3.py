@@ -208,6 +208,19 @@ def test_errors_are_those_of_weights_whose_largest_is_1(emulator, d, outliers):
     assert error <= 1.02 * least
 
 
+def test_values_so_large_that_products_of_two_are_infinite(emulator):
+    """Under a mask, rows are looked through for what is not finite by such products; these are as they should be."""
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal((1, 130, 1, 64)) for _ in range(3))
+    q, k, v = q.astype(BF16), k.astype(BF16), (1e25 * v).astype(BF16)
+    out, lse = np.full(q.shape, np.nan, BF16), np.full((1, 1, 130), np.nan, np.float32)
+    problem = problems.with_outputs(problems.build_attention(q, k, v, causal=True), out, lse, True, "BSHD", 4)[0]
+    emulator.run(problem, H200, emulate.chosen(problem, H200, "fa3"), grid=2)
+    want = compare.expect([problems.build_attention(q, k, v, causal=True)])
+    compare.assert_close(out, want.out[0], want.out_bound, "out")
+    compare.assert_close(lse, want.lse[0], want.lse_bound, "lse")
+
+
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("watched", [0, 1])
 def test_neighbours_change_nothing(emulator, causal, watched):

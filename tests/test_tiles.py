@@ -175,6 +175,8 @@ def test_packed_parameters():
     assert r["kv_lengths"] == 77 and r["kv_start"] == 0 and r["q"] == p.q.pointer
     assert math.isclose(r["logit_scale"], 0.5 * structs.LOG2E, rel_tol=1e-7)
     assert r["logit_scale64"] == 0.5 * structs.LOG2E and r["scale64"] == 0.5 * structs.LOG2E
+    large = re.search(r"struct Fast32 .*? LARGE = ([\d.]+)f;", (jit.kernel_directory() / "include/reals.cuh").read_text(), re.DOTALL)
+    assert math.isclose(r["large_score"] * r["logit_scale"], float(large[1]), rel_tol=1e-6)
     soft = structs.pack_prefill(problem(softcap=4.0, scale=0.5), 128, 1, False, {})[0]
     assert math.isclose(soft["scale"], 0.125) and soft["logit_scale"] == 1
     assert math.isclose(soft["softcap"], 4 * structs.LOG2E, rel_tol=1e-7)
@@ -289,6 +291,7 @@ def test_what_is_just_within_the_kernels_units_is_not_declined(dtype, options):
     pack = structs.pack_prefill(p, 128, 1, True, {})[0]
     number = "64" if dtype == np.float64 else ""
     assert all(np.isfinite(pack[f"{name}{number}"]) for name in ("scale", "softcap", "logit_scale"))
+    assert np.isfinite(pack["large_score"]) and pack["large_score"] >= 0
     assert all(np.isfinite(a).all() or name == "sinks" for name, a in structs.small_arrays(p).items())
 
 

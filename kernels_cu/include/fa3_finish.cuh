@@ -29,9 +29,8 @@ template <class C> __device__ __forceinline__ bool store(const Warpgroup<C>& g, 
     const int thread = thread_index();
     const int lane = thread % 32, piece = lane % 8, first_row = thread % 128 / 32 * 16, first = g.first_query(tile);
     const auto here = [&](int query) { return u32(query) < u32(tile.seq.q_length); };
-    // Row r of the warp has its pieces in another order than the others of eight, so that no two lanes meet in a bank.
-    const u32 out_smem = smem + C::OUT_SMEM + (thread / 32 - 4) * C::OUT_BYTES;
-    const auto piece_smem = [&](int row, int piece) { return out_smem + row * 128 + (piece ^ row % 8) * 16; };
+    using Tile = typename C::OutTile;
+    const u32 out_smem = smem + C::OUT_SMEM + (thread / 32 - 4) * Tile::BYTES;
     const auto row_of = [&](int i) { return first_row + lane / 8 + 4 * i; };
     const auto out = [&](int i) {
         return static_cast<u16*>(p.out) + tile.batch * p.out_stride.batch + tile.query_head(p, row_of(i)) * p.out_stride.head +
@@ -51,12 +50,12 @@ template <class C> __device__ __forceinline__ bool store(const Warpgroup<C>& g, 
                 x[i] = pack2<typename C::Out>(a, b);
                 if (C::CUTS) product = fmaf(a, b, product);
             }
-            stmatrix_x4(piece_smem(lane % 16, 2 * k + lane / 16), x);
+            stmatrix_x4(out_smem + Tile::offset(lane % 16, 2 * k + lane / 16), x);
         }
         __syncwarp();
         uint4 x[4];
 #pragma unroll
-        for (int i = 0; i < 4; ++i) x[i] = load_smem_16(piece_smem(lane / 8 + 4 * i, piece));
+        for (int i = 0; i < 4; ++i) x[i] = load_smem_16(out_smem + Tile::offset(lane / 8 + 4 * i, piece));
         u16* to = first_out;
 #pragma unroll
         for (int i = 0; i < 4; ++i) {

@@ -79,7 +79,7 @@ template <class C> struct WarpgroupSoftmax {
 #pragma unroll
                 for (int c = 0; c < 4; ++c) top[c / 2] = fmaxf(top[c / 2], S_rmem[0][nt][c]);
             state.share(top);
-            bool large = false, negative = false;
+            bool large = false, negative = false;  // as SoftmaxState::is_large(), whose branches would make products wait for each other
 #pragma unroll
             for (int r = 0; r < 2; ++r) {
                 raised[r] = raise(r, top[r]);

@@ -132,8 +132,7 @@ template <class C> struct Warpgroup : WarpgroupSoftmax<C> {
         if (C::WARPGROUPS > 2) end_turn();
         if constexpr (C::ONE_WAIT) {
             wgmma_wait<0>();
-            values.release(lead);
-            values.advance();
+            done_with_values();
         } else {
             wgmma_wait<1>();
             if (C::WARPGROUPS == 2) end_turn();  // two are then half a step apart, and one always has products to run
@@ -141,10 +140,7 @@ template <class C> struct Warpgroup : WarpgroupSoftmax<C> {
         done_with_keys(n == first);
         logits(tile, n, MASKED);
         Base::template softmax<false>();
-        if constexpr (!C::ONE_WAIT) {
-            values.release(lead);
-            values.advance();
-        }
+        if constexpr (!C::ONE_WAIT) done_with_values();
         Base::round();
     }
 
@@ -154,14 +150,18 @@ template <class C> struct Warpgroup : WarpgroupSoftmax<C> {
         wgmma_fence();
         add_values();
         wgmma_wait<0>();
-        values.release(lead);
-        values.advance();
+        done_with_values();
     }
 
     __device__ __forceinline__ void done_with_keys(bool all) {
         keys.release(lead);
         keys.advance();
         if (all) queries.release(lead);
+    }
+
+    __device__ __forceinline__ void done_with_values() {
+        values.release(lead);
+        values.advance();
     }
 
     // S = Q K^T
