@@ -13,6 +13,7 @@ smaller the result, the more runs, up to about a thousand elements.
 
 from __future__ import annotations
 
+import math
 import unittest.mock
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
@@ -101,20 +102,42 @@ class Expected(NamedTuple):
     lse_bound: float
 
 
-def expect(problems: Sequence[Problem], out_dtype: np.dtype | None = None) -> Expected:
-    """Oracle and bounds for a call that computes these problems."""
+def expect(problems: Sequence[Problem], out_dtype: np.dtype | None = None, runs: Sequence[Run] | None = None) -> Expected:
+    """Oracle and bounds for a call that computes these problems, by these runs of the naive computation (default: naive_runs())."""
     head = problems[0]
     out_dtype = head.out_dtype if out_dtype is None else out_dtype
     exact = [reference.forward(p) for p in problems]
-    runs = [[naive(p, run) for p in problems] for run in naive_runs(sum(o.size for o, _ in exact))]
+    done = [[naive(p, run) for p in problems] for run in runs or naive_runs(sum(o.size for o, _ in exact))]
     outs, lses = [o for o, _ in exact], [lse for _, lse in exact]
     with np.errstate(over="ignore"):
         return Expected(
             outs,
             lses,
-            error_bound(outs, [[o.astype(out_dtype) for o, _ in run] for run in runs], out_dtype),
-            error_bound(lses, [[lse for _, lse in run] for run in runs], head.compute_dtype),
+            error_bound(outs, [[o.astype(out_dtype) for o, _ in run] for run in done], out_dtype),
+            error_bound(lses, [[lse for _, lse in run] for run in done], head.compute_dtype),
         )
+
+
+def expect_precisely(problems: Sequence[Problem]) -> Expected:
+    """The same by more runs: for tests with so many problems that some try the luck of the naive computation.
+
+    It runs more often the fewer rows there are, also with plain loops over the features, and for 16-bit arrays with sums as tensor cores
+    make them; and where it computes in float64, the oracle has long doubles: else its own rounding would count as none, as it is the same.
+    """
+    rows = sum(math.prod(p.lse_shape) for p in problems)
+    count = min(512, max(FEWEST_RUNS, 16384 // max(rows, 1)))
+    small = problems[0].q.dtype.itemsize == 2
+    runs = [Run(np.arange, loop=False)]
+    runs += [
+        Run(np.random.default_rng(n).permutation, loop=n % 2 == 1, loop_features=n % 4 > 1, chop=small and n % 4 == 3)
+        for n in range(1, count)
+    ]
+    if problems[0].compute_dtype != np.float64:
+        return expect(problems, runs=runs)
+    with unittest.mock.patch.object(reference, "widened", lambda a: a.astype(np.longdouble)):
+        slopes = [p.alibi_slopes for p in problems]
+        wide = [p if a is None else p.replace(alibi_slopes=a.astype(np.longdouble)) for p, a in zip(problems, slopes, strict=True)]
+        return expect(wide, runs=runs)
 
 
 class ExpectedGradients(NamedTuple):
@@ -167,7 +190,7 @@ class Run(NamedTuple):
     order: Callable[[int], np.ndarray]  # an order of n things
     loop: bool  # over the keys one by one, not by BLAS
     loop_features: bool = False  # likewise over the features, in the scores
-    chop: bool = False  # and there each sum is rounded toward zero, as tensor cores do it
+    chop: bool = False  # and there sums are rounded toward zero, as tensor cores do it
 
 
 def naive_runs(elements: int) -> Iterator[Run]:
@@ -254,10 +277,10 @@ def _loop(p: np.ndarray, v: np.ndarray) -> np.ndarray:
 
 
 def _chopped(q: np.ndarray, k: np.ndarray) -> np.ndarray:
-    """q (rows, D) @ k (D, keys), feature by feature, each sum rounded toward zero; for what 16-bit arrays hold."""
+    """q (rows, D) @ k (D, keys), four features at once, then the sum is rounded toward zero; for what 16-bit arrays hold."""
     total = np.zeros((len(q), k.shape[1]), np.float32)
-    for x, y in zip(q.T.astype(np.float64), k.astype(np.float64), strict=True):
-        exact = total + x[:, None] * y
+    for d in range(0, q.shape[1], 4):
+        exact = total + q[:, d : d + 4].astype(np.float64) @ k[d : d + 4].astype(np.float64)
         total = exact.astype(np.float32)
         total = np.where(np.abs(total) > np.abs(exact), np.nextafter(total, np.float32(0)), total)
     return total

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
-import unittest.mock
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -238,7 +236,7 @@ def check(built: Built, out: np.ndarray, lse: np.ndarray | None) -> float:
     bounds = [compare.error_bound(want, [], dtype) for want, dtype in zip(wants, (head.out_dtype, head.compute_dtype), strict=True)]
     for more_runs in (None, False, True):
         if more_runs is not None:
-            want = _expect(built.problems, more_runs)
+            want = (compare.expect_precisely if more_runs else compare.expect)(built.problems)
             wants, bounds = (want.out, want.lse), [want.out_bound, want.lse_bound]
         try:
             _compare(got, wants, bounds)
@@ -252,34 +250,6 @@ def check(built: Built, out: np.ndarray, lse: np.ndarray | None) -> float:
     if not math.isfinite(max(errors, default=0.0)) or largest < 1e-30:  # which is less than some dtypes tell from 0
         return 0.0
     return float(max(errors) / (max(map(compare.eps, (head.out_dtype, head.q.dtype))) * largest))
-
-
-def _expect(problems: list[Problem], precisely: bool) -> compare.Expected:
-    """Values and bounds; precisely, if so wanted: thousands of problems try the luck of the naive computation.
-
-    Then it runs more often the fewer rows there are, also with plain loops over the features, and for 16-bit arrays with sums as
-    tensor cores make them; and where it computes in float64, the oracle has long doubles: else its own rounding would count as none,
-    as it is the same.
-    """
-    if not precisely:
-        return compare.expect(problems)
-    rows = sum(math.prod(p.lse_shape) for p in problems)
-    count = min(512, max(compare.FEWEST_RUNS, 16384 // max(rows, 1)))
-    runs = [compare.Run(np.arange, loop=False)]
-    small = problems[0].q.dtype.itemsize == 2
-    runs += [
-        compare.Run(np.random.default_rng(n).permutation, loop=n % 2 == 1, loop_features=n % 4 > 1, chop=small and n % 4 == 3)
-        for n in range(1, count)
-    ]
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(unittest.mock.patch.object(compare, "naive_runs", lambda elements: runs))
-        if problems[0].compute_dtype == F64:
-            stack.enter_context(unittest.mock.patch.object(reference, "widened", lambda a: a.astype(np.longdouble)))
-            slopes = [p.alibi_slopes for p in problems]
-            problems = [
-                p if a is None else p.replace(alibi_slopes=a.astype(np.longdouble)) for p, a in zip(problems, slopes, strict=True)
-            ]
-        return compare.expect(problems)
 
 
 def _compare(got: list, wants: tuple[list[np.ndarray], list[np.ndarray]], bounds: list[float]) -> None:

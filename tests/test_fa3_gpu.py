@@ -35,8 +35,15 @@ def attend(*args: Any, function: Callable = cuflash.attention, kernel: str = "fa
 
 
 def assert_right(q: np.ndarray, k: np.ndarray, v: np.ndarray, kernel: str = "fa3", **options: Any) -> None:
-    want = compare.expect([build_attention(q, k, v, **options)])
+    problems = [build_attention(q, k, v, **options)]
     out, lse = attend(q, k, v, kernel=kernel, **options)
+    try:
+        assert_within(compare.expect(problems), out, lse)
+    except AssertionError:  # among thousands of calls the naive computation is exact by luck in some
+        assert_within(compare.expect_precisely(problems), out, lse)
+
+
+def assert_within(want: compare.Expected, out: np.ndarray, lse: np.ndarray) -> None:
     compare.assert_close(out, want.out[0], want.out_bound, "out")
     compare.assert_close(lse, want.lse[0], want.lse_bound, "lse")
 

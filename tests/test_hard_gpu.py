@@ -19,7 +19,7 @@ TAKES_DEVICE_INDICES = pytest.mark.parametrize("target", takes_device_indices, i
 
 
 def named(target: Target, **options):
-    return {"kernel": target.kernel, "backend": target.backend, **options}
+    return {"kernel": target.kernel, "backend": target.backend} | options
 
 
 def normal(shape, dtype):
@@ -52,7 +52,8 @@ def test_case_7_results_in_used_memory_of_a_gpu(filler, dtype, target):
         compare.assert_close(out.get(), want.out[0], want.out_bound, "out")
         compare.assert_close(lse.get(), want.lse[0], want.lse_bound, "lse")
         assert not out[:, :2].view(f"u{dtype.itemsize}").any(), "rows without keys must be +0, bit for bit"
-        out, lse = cuflash.attention(q, k[:, :0], v[:, :0], return_lse=True, **named(target))
+        none = named(target, **{"kernel": "auto"} if target.kernel == "fa3" else {})  # declined, as listed: there are no boxes of nothing
+        out, lse = cuflash.attention(q, k[:, :0], v[:, :0], return_lse=True, **none)
         assert not out.view(f"u{dtype.itemsize}").any() and (lse == -np.inf).all()
         if target.name == "cuda/decode":  # has no packed sequences
             continue
