@@ -102,7 +102,27 @@ def spoiled(value: float, key: int) -> tuple[np.ndarray, ...]:
     return q, k, v
 
 
+def one_key_of_small_weight(value: float, logit: float) -> tuple[np.ndarray, ...]:
+    """Key 0, which all rows see, has this logit, a number or -inf, beside others of 0; its values are all the same."""
+    q, k, v = (np.zeros((1, 40, 1, 64), F16) for _ in range(3))
+    q[..., 0] = 1
+    k[0, 0, 0, 0], v[...] = 8 * logit, 1
+    v[0, 0] = value
+    return q, k, v
+
+
+def hidden_beside_huge_logits(keys: int, size: float) -> tuple[np.ndarray, ...]:
+    """Logits whose sums in other orders differ by more than weights can show, and a value that is NaN, of the last key."""
+    q, k, v = (np.random.default_rng(n).standard_normal((1, keys, 1, 64)) for n in range(3))
+    v[0, -1] = np.nan
+    return (size * q).astype(BF16), (size * k).astype(BF16), v.astype(BF16)
+
+
 def hard_runs() -> Iterator[Run]:
+    for value, logit in ((np.nan, -200), (np.nan, -np.inf), (np.inf, -np.inf)):
+        yield of_arrays(f"one-key-{value}-{logit}", H200, lambda x=value, y=logit: one_key_of_small_weight(x, y), causal=True)
+    for keys, size in ((2, 1e6), (130, 1e5)):
+        yield of_arrays(f"hidden-{keys}", H200, lambda n=keys, x=size: hidden_beside_huge_logits(n, x), causal=True)
     for dtype in (F16, BF16):
         for d in (40, 64, 128, 256):
             yield of_arrays(f"not-finite-values-causal-{d}", H200, lambda d=d, t=dtype: not_finite_values(d, t), causal=True)

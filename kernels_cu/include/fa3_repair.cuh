@@ -1,7 +1,7 @@
 // Rows of prefill_fa3.cu that what they do not see has spoiled: 0 * v is NaN where v is infinite or NaN.
 //
 // It happens only in tiles of keys that a mask cuts, as keys outside the sequence are cleared; such a row is computed once more, from
-// memory and slowly, with the reference that it has. What it sees that is not finite makes it what it is.
+// memory and slowly. What it sees that is not finite makes it what it is.
 #include "include/fa3_warpgroup.cuh"
 
 // Number `column` of row `row` of a (batch, head).
@@ -10,8 +10,8 @@ template <class T> __device__ __forceinline__ float number_at(const void* base, 
 }
 
 // One query of a head, by a warp; the lane has columns lane, lane + 32, ... of it.
-template <class C> __device__ __forceinline__ void repair_row(
-    const PrefillParams& p, const QueryTile<C>& tile, int row, int head, float reference) {
+template <class C>
+__device__ __forceinline__ void repair_row(const PrefillParams& p, const QueryTile<C>& tile, int row, int head) {
     using In = typename C::In;
     const int lane = thread_index() % 32, head_kv = tile.key_head(p);
     const i64 q_row = tile.seq.q_begin + row;
@@ -24,7 +24,8 @@ template <class C> __device__ __forceinline__ void repair_row(
     }
 #pragma unroll
     for (int i = 0; i < C::DV / 32; ++i) acc[i] = 0.0f;
-    float sum = p.sinks ? exp2_fast(p.sinks[head] - reference) : 0.0f;  // of these weights: products are summed up in another order here
+    // A reference of its own: products are summed up in another order here, which large scores show.
+    float reference = p.sinks ? p.sinks[head] : -infinity(), sum = reference > -infinity() ? 1.0f : 0.0f;
     const KeyRange keys = tile.visible.of_all(row + tile.seq.position, row + tile.seq.position);
 #pragma unroll 1
     for (int key = keys.begin; key < keys.end; ++key) {
@@ -40,16 +41,17 @@ template <class C> __device__ __forceinline__ void repair_row(
         for (int lanes = 1; lanes < 32; lanes *= 2) x += __shfl_xor_sync(0xffffffffu, x, lanes);
         if constexpr (C::SCORE == SCORE_SOFTCAP) x = tanhf(x * p.scale);
         else if constexpr (C::SCORE == SCORE_SCALED) x *= p.scale;
-        const float weight = exp2_fast(__fmul_rn(x, p.logit_scale) - reference);
-        sum += weight;
-        bool nan = true;
+        x = __fmul_rn(x, p.logit_scale);
+        if (x == -infinity()) continue;
+        const float factor = x > reference ? exp2_fast(reference - x) : 1.0f;
+        reference = fmaxf(reference, x);
+        const float weight = exp2_fast(x - reference);
+        sum = fmaf(sum, factor, weight);
 #pragma unroll
         for (int i = 0; i < C::DV / 32; ++i) {
             const int column = lane + 32 * i;
-            if (column < p.head_dim_v) acc[i] = fmaf(weight, number_at<In>(p.v, v + column * p.v_stride.column), acc[i]);
-            nan = nan && (column >= p.head_dim_v || acc[i] != acc[i]);
+            if (column < p.head_dim_v) acc[i] = fmaf(weight, number_at<In>(p.v, v + column * p.v_stride.column), acc[i] * factor);
         }
-        if (key % 32 == 0 && __all_sync(0xffffffffu, nan)) break;  // and stays so
     }
     u16* out = static_cast<u16*>(p.out) + tile.batch * p.out_stride.batch + q_row * p.out_stride.row + head * p.out_stride.head;
 #pragma unroll
@@ -74,10 +76,9 @@ template <class C> __device__ __forceinline__ void repair(const Warpgroup<C>& g,
                 if (c / 2 == i / 8) finite = finite && fabsf(g.O_rmem[0][ot][c]) < infinity();
         const int lane = i % 8 * 4, query = tile.query(g.p, g.first_query(tile), first_row + i);
         const u32 rows = __ballot_sync(0xffffffffu, finite);
-        const float reference = __shfl_sync(0xffffffffu, i < 8 ? g.state.reference[0] : g.state.reference[1], lane);
         const float sum = __shfl_sync(0xffffffffu, i < 8 ? g.state.sum[0] : g.state.sum[1], lane);
         const bool here = query >= 0 && query < tile.seq.q_length;
         const bool wrong = here && (rows >> lane & 15) != 15 && sum == sum;  // where a score is NaN, so is the row
-        if (wrong) repair_row<C>(g.p, tile, query, tile.query_head(g.p, first_row + i), reference);
+        if (wrong) repair_row<C>(g.p, tile, query, tile.query_head(g.p, first_row + i));
     }
 }
