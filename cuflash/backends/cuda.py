@@ -229,8 +229,8 @@ def _section(problem: Problem, chosen: AnyInstance, info: device.DeviceInfo) -> 
     Where every row sees all keys, all tiles cost the same, and one head after the other keeps its keys and values in the L2 cache. Else
     the longest tiles of as many heads as fit most of the cache start together, so that none of them ends alone, and likewise those that
     read the same rows of a bias or mask; and sections are of equal size, as the long tiles of a small one at the end would leave most of
-    the GPU idle (up to 10 % on an H200). Blocks of prefill_fa3 take one tile after the other: more heads, of which fewer blocks are idle in
-    the end, are worth more than the cache (4 % on an H200, of short sequences 1 % with twice as many again).
+    the GPU idle (up to 10 % on an H200). Blocks of prefill_fa3 take one tile after the other; where tiles are long, more heads that leave
+    fewer blocks idle in the end are worth more than the cache (4 % on an H200).
     """
     heads, rows = _heads_and_rows(problem, chosen)
     pairs = max(1, heads if chosen.flat else problem.batch * heads)
@@ -240,9 +240,7 @@ def _section(problem: Problem, chosen: AnyInstance, info: device.DeviceInfo) -> 
     keys = problem.k.shape[0] // problem.batch if chosen.flat else problem.seqlen_k  # in a flat grid, sequence comes after sequence
     bytes_per_pair = problem.q.dtype.itemsize * keys * (problem.head_dim + problem.head_dim_v) * problem.heads_kv // max(1, heads)
     m_tiles = max(1, structs.flat_tiles(problem, rows) if chosen.flat else -(-problem.seqlen_q // rows))
-    budget = info.l2_bytes * 3 // 4
-    if isinstance(chosen, cuda_fa3.Instance):
-        budget *= 2 if keys >= LONG_TILES else 4
+    budget = info.l2_bytes * 3 // 4 * (2 if isinstance(chosen, cuda_fa3.Instance) and keys >= LONG_TILES else 1)
     most = max(1, min(pairs, budget // max(1, bytes_per_pair), LARGEST_GRID // m_tiles))
     sections = -(-pairs // most)
     return -(-pairs // sections)
