@@ -204,7 +204,7 @@ def paged(pairs: Sequence[tuple[Any, Any]], page: int) -> Pages:
     import cupy
 
     batch, keys, heads, d = pairs[0][0].shape
-    table = cupy.random.permutation(batch * keys // page).astype(np.int32).reshape(batch, -1)
+    table = cupy.asarray(np.random.default_rng(1).permutation(batch * keys // page).astype(np.int32).reshape(batch, -1))
     in_pages: list[tuple[Any, Any]] = [(k.reshape(-1, page, heads, d), v.reshape(-1, page, heads, d)) for k, v in pairs]
     return Pages(in_pages, table, cupy.full(batch, keys, np.int32))
 
