@@ -34,11 +34,14 @@ template <class Out, class Grad, int LANES, bool VECTOR> __device__ __forceinlin
     for (int i = threadIdx.x / LANES; i < PREPARE_ROWS; i += PREPARE_THREADS / LANES) {
         const int row = first_row + i;
         const bool here = row < seq.q_length;
+        // O is 0 where no key is seen, whatever dO holds.
+        const int position = row + seq.position, begin = max(seq.kv_start, position - f.window_left);
+        const bool sees = here && begin < min(seq.kv_length, position + f.window_right + 1);
         const float lse = here ? f.lse[entry * f.lse_stride.batch + head * f.lse_stride.head + (seq.q_begin + row) * f.lse_stride.row]
                                : -infinity();
-        const bool sees = lse != -infinity();  // what does not, contributes nothing, whatever dO holds
+        const bool weighs = lse != -infinity();  // keys, or the sink
         float delta = 0.0f;
-        if (sees) {
+        if (sees && weighs) {
             const u16* o = static_cast<const u16*>(f.out) + entry * f.out_stride.batch + i64(head) * f.out_stride.head +
                 (seq.q_begin + row) * f.out_stride.row;
             const u16* g = static_cast<const u16*>(p.dout) + entry * p.dout_stride.batch + i64(head) * p.dout_stride.head +
@@ -54,12 +57,12 @@ template <class Out, class Grad, int LANES, bool VECTOR> __device__ __forceinlin
         for (int lanes = LANES / 2; lanes > 0; lanes /= 2) delta += __shfl_xor_sync(0xffffffffu, delta, lanes);
         const i64 place = head * p.places + first + i;
         if (lane == 0) {
-            if (sees && p.dlse)
+            if (weighs && p.dlse)
                 delta -= p.dlse[entry * p.dlse_stride.batch + head * p.dlse_stride.head + (seq.q_begin + row) * p.dlse_stride.row];
-            p.row_lse[place] = sees ? lse * LOG2E : infinity();
+            p.row_lse[place] = weighs ? lse * LOG2E : infinity();
             p.row_delta[place] = delta;
         }
     }
     float4* sums = reinterpret_cast<float4*>(p.dq_sum + (head * p.places + first) * p.dq_columns);
-    for (int i = threadIdx.x; i < PREPARE_ROWS * p.dq_columns / 4; i += PREPARE_THREADS) sums[i] = make_float4(0, 0, 0, 0);
+    for (int i = threadIdx.x; i < PREPARE_ROWS * p.dq_columns / 4; i += PREPARE_THREADS) sums[i] = float4{0.0f, 0.0f, 0.0f, 0.0f};
 }

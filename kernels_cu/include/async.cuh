@@ -58,6 +58,12 @@ __device__ __forceinline__ void copy_box(u32 dst_smem, const TensorMap& map, u32
                  ::"r"(dst_smem), "l"(&map), "r"(x), "r"(y), "r"(z), "r"(u), "r"(v), "r"(barrier_smem), "l"(HINT) : "memory");
 }
 
+// One thread copies so many bytes, a multiple of 16, between addresses that are multiples of 16.
+__device__ __forceinline__ void copy_bytes(u32 dst_smem, const void* src_gmem, u32 bytes, u32 barrier_smem) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+                 ::"r"(dst_smem), "l"(src_gmem), "r"(bytes), "r"(barrier_smem) : "memory");
+}
+
 // Change the number of registers of each thread of this warpgroup, within what the block got at its start.
 template <int REGISTERS> __device__ __forceinline__ void registers_raise() {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));

@@ -1,0 +1,96 @@
+"""The backward pass of the raw CUDA backend: memory, and the launches one after the other.
+
+The rows' statistics first (backward_prepare.cu), then the products by tiles of keys, which add up dQ in float32, then dQ in its dtype.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from .. import jit, launch, structs
+from ..device import DeviceInfo
+from ..types import ArrayView, Gradients, Plan, Problem, name_of
+from . import cuda_backward_fa3
+from .cuda_instance import CUDA_TYPES, SHORT_TYPES
+
+PREPARE_ROWS, PREPARE_THREADS = 32, 256  # as backward_prepare.cu has them
+CONVERT_THREADS = 256
+WORK = ("row_lse", "row_delta", "dq_sum")
+
+
+def work_sizes(problem: Problem, chosen: cuda_backward_fa3.Instance) -> dict[str, int]:
+    """Numbers of float32 that the launches hand to each other."""
+    rows = problem.heads_q * structs.places(problem, chosen.tile.m)
+    return {"row_lse": rows, "row_delta": rows, "dq_sum": rows * chosen.d}
+
+
+def section(problem: Problem, info: DeviceInfo) -> int:
+    """(batch, key head) pairs whose tiles of keys are handed out together: as many as fit most of the L2 cache with what the tiles share."""
+    pairs = max(1, problem.batch * problem.heads_kv)
+    row = problem.q.dtype.itemsize * (problem.head_dim + problem.head_dim_v) + 4 * problem.head_dim
+    most = max(1, min(pairs, info.l2_bytes * 3 // 4 // max(1, row * problem.seqlen_q * problem.group_size)))
+    return -(-pairs // -(-pairs // most))
+
+
+def n_tiles(problem: Problem) -> int:
+    """Tiles of keys of the longest sequence; all that are in memory have gradients."""
+    return -(-problem.seqlen_k // cuda_backward_fa3.KEYS)
+
+
+def pack(
+    problem: Problem, chosen: cuda_backward_fa3.Instance, gradients: Mapping[str, ArrayView], pointers: Mapping[str, int],
+    work: Mapping[str, int], info: DeviceInfo,
+) -> np.ndarray:
+    """The struct of all launches but that of the products, which has it as its first member."""
+    return structs.pack_backward(
+        problem, gradients, chosen.tile.m, n_tiles(problem), section(problem, info), True, pointers, work, chosen.d,
+    )
+
+
+def kernels(problem: Problem, chosen: cuda_backward_fa3.Instance) -> list[tuple[jit.Source, str, int, int, int]]:
+    """What is launched: source, type of the struct, blocks, threads, bytes of shared memory."""
+    places = structs.places(problem, chosen.tile.m)
+    vector = structs.copy_bytes((problem.out, problem.dout)) == 16
+    prepare = prepare_source(name_of(problem.out.dtype), name_of(problem.dout.dtype), 8 if problem.head_dim_v <= 64 else 16, vector)
+    blocks = problem.batch * problem.heads_kv * n_tiles(problem)
+    tiles = problem.heads_q * (places // chosen.tile.m)
+    return [
+        (prepare, "BackwardParams", problem.heads_q * (places // PREPARE_ROWS), PREPARE_THREADS, 0),
+        (chosen.source, "BackwardFa3Params", blocks, chosen.tile.threads, chosen.shared_memory),
+        (convert_source(chosen.dtype, chosen.tile.m, chosen.d), "BackwardParams", 2 * tiles, CONVERT_THREADS, 0),
+    ]
+
+
+def _stub(function: str, name: str, threads: int) -> str:
+    return (
+        f'static_assert(sizeof(BackwardParams) == {structs.BACKWARD_PARAMS.itemsize}, "structs.py mirrors backward_params.cuh");\n'
+        f'extern "C" __global__ void __launch_bounds__({threads}) {name}(const __grid_constant__ BackwardParams p) {{\n'
+        f"    {function}(p);\n"
+        "}\n"
+    )
+
+
+@functools.cache
+def prepare_source(out: str, dout: str, lanes: int, vector: bool) -> jit.Source:
+    """The kernel that finds the rows' statistics, of results and their gradients in these dtypes."""
+    name = f"backward_prepare_{SHORT_TYPES[out]}_{SHORT_TYPES[dout]}_lanes{lanes}" + "_strided" * (not vector)
+    function = f"backward_prepare<{CUDA_TYPES[out]}, {CUDA_TYPES[dout]}, {lanes}, {str(vector).lower()}>"
+    return jit.Source("backward_prepare.cu", _stub(function, name, PREPARE_THREADS), name)
+
+
+@functools.cache
+def convert_source(dtype: str, rows: int, columns: int) -> jit.Source:
+    """The kernel that turns sums for dQ, in tiles of so many rows, into rows of this dtype."""
+    name = f"backward_convert_{SHORT_TYPES[dtype]}_m{rows}d{columns}"
+    return jit.Source("backward_convert.cu", _stub(f"backward_convert<{CUDA_TYPES[dtype]}, {rows}, {columns}>", name, CONVERT_THREADS), name)
+
+
+def workspace(problem: Problem, chosen: cuda_backward_fa3.Instance) -> int:
+    """Bytes beyond inputs and gradients."""
+    return 4 * sum(work_sizes(problem, chosen).values())

@@ -1,0 +1,205 @@
+// What a warpgroup of backward_fa3.cu does with its 64 keys: it has dK and dV of them in registers and walks over tiles of queries.
+//
+// Scores are made transposed, keys by queries, so that weights and their gradients are operands of the products for dV and dK as they are.
+// dQ needs the gradients of both warpgroups: they meet in shared memory, and the product comes a tile later, so that neither waits for the
+// other; then one computes while the other multiplies.
+#include "include/backward_load.cuh"
+#include "include/wgmma.cuh"
+
+template <class C> struct BackwardWarpgroup {
+    using In = typename C::In;
+    const BackwardParams& p;
+    const int number;
+    const bool lead;  // the thread speaks for its warp
+    const u32 smem;
+    Ring<typename C::QStages> queries;
+    Ring<typename C::GStages> douts;
+    Ring<typename C::SStages> written, added;  // dS: the stage that is next to be written, and the one that is next to be added to dQ
+    float S_rmem[C::M / 8][4], dP_rmem[C::M / 8][4], dQ_rmem[C::DQ_QUERIES / 8][4];
+    float dK_rmem[C::DQK / 8][4], dV_rmem[C::DV / 8][4];
+    u32 P_rmem[C::M / 16][4], dS_rmem[C::M / 16][4];
+    float* dq_gmem;   // the thread's first sums for the stage that is next to be added
+    bool pending;     // there is a tile of queries that it belongs to
+
+    __device__ __forceinline__ BackwardWarpgroup(const BackwardParams& p, int number, u32 smem)
+        : p(p), number(number), lead(thread_index() % 32 == 0), smem(smem), queries{smem + C::Q_SMEM}, douts{smem + C::G_SMEM},
+          written{smem + C::S_SMEM}, added{smem + C::S_SMEM}, dq_gmem(nullptr), pending(false) {
+#pragma unroll
+        for (int i = 0; i < C::DQK / 8; ++i)
+#pragma unroll
+            for (int c = 0; c < 4; ++c) dK_rmem[i][c] = 0.0f;
+#pragma unroll
+        for (int i = 0; i < C::DV / 8; ++i)
+#pragma unroll
+            for (int c = 0; c < 4; ++c) dV_rmem[i][c] = 0.0f;
+    }
+
+    // The first of the thread's two keys, of the block's; the other one is 8 further.
+    __device__ __forceinline__ int own_key() const { return number * 64 + thread_index() % 128 / 32 * 16 + thread_index() % 32 / 4; }
+
+    // All tiles of queries.
+    __device__ __forceinline__ void differentiate(const KeyTile<C>& keys) {
+        begin();
+        mbarrier_wait(smem + C::KEYS_FULL_SMEM, 0);
+        constexpr int NUMBERS = C::M * C::DQK;  // of a tile of dq_sum
+        float* own = p.dq_sum + number * (NUMBERS / 2) + thread_index() % 128 * 4;
+#pragma unroll 1
+        for (int head = keys.head * p.prefill.group; head < (keys.head + 1) * p.prefill.group; ++head) {
+            float* to = own + ((head * p.places + first_place_of(p, keys.batch, keys.seq)) / C::M + keys.first) * NUMBERS;
+            int m = keys.first;
+            for (int cut = keys.whole_first; m <= keys.last; cut = keys.last + 1) {
+#pragma unroll 1
+                for (; m < cut; ++m, to += NUMBERS) step<true>(keys, m, to);
+#pragma unroll 1
+                for (; m < keys.whole_end; ++m, to += NUMBERS) step<false>(keys, m, to);
+            }
+        }
+        wgmma_fence();
+        add_to_dq();
+        wgmma_wait<0>();
+        add_up();
+    }
+
+  private:
+    // Gradients of 0, which the first product for dQ takes: without it the loop would have another first step.
+    __device__ __forceinline__ void begin() {
+#pragma unroll
+        for (int k = 0; k < C::M / 16; ++k)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) dS_rmem[k][i] = 0;
+        write();
+    }
+
+    template <bool MASKED> __device__ __forceinline__ void step(const KeyTile<C>& keys, int m, float* to) {
+        using Q = typename C::QTile;
+        using G = typename C::GTile;
+        queries.wait_full();
+        wgmma_fence();
+        multiply<typename C::KTile, Q, C::DQK>(S_rmem, smem + C::K_SMEM, queries.stage_smem());
+        douts.wait_full();
+        multiply<typename C::VTile, G, C::DV>(dP_rmem, smem + C::V_SMEM, douts.stage_smem());
+        wgmma_wait<1>();
+        weigh<MASKED>(keys, m);
+        wgmma_wait<0>();
+        differentiate_scores<MASKED>();
+        write();
+        wgmma_fence();
+        add<G, C::DV>(dV_rmem, P_rmem, douts.stage_smem());
+        add<Q, C::DQK>(dK_rmem, dS_rmem, queries.stage_smem());
+        add_to_dq();
+        wgmma_wait<0>();
+        queries.release(lead);
+        queries.advance();
+        douts.release(lead);
+        douts.advance();
+        add_up();
+        dq_gmem = to, pending = true;
+    }
+
+    // 64 keys by M queries: the product of rows of both.
+    template <class A, class B, int D> __device__ __forceinline__ void multiply(float (&to)[C::M / 8][4], u32 a_smem, u32 b_smem) {
+        constexpr int PER_BLOCK = 4;
+        const WgmmaMatrix<A> a(a_smem + number * 64 * A::ROW_BYTES);
+        const WgmmaMatrix<B> b(b_smem);
+#pragma unroll
+        for (int i = 0; i < D / 16; ++i) {
+            const int block = i / PER_BLOCK, column = i % PER_BLOCK * 32;
+            wgmma_ss(In(), Columns<C::M>(), to, a.at(block * A::BLOCK_BYTES + column), b.at(block * B::BLOCK_BYTES + column), i != 0);
+        }
+        wgmma_commit();
+    }
+
+    // 64 keys by D columns: += the thread's numbers of keys by queries times rows of queries.
+    template <class B, int D> __device__ __forceinline__ void add(float (&to)[D / 8][4], const u32 (&a)[C::M / 16][4], u32 b_smem) {
+        const WgmmaMatrix<B> b(b_smem);
+#pragma unroll
+        for (int k = 0; k < C::M / 16; ++k) wgmma_rs(In(), Columns<D>(), to, a[k], b.at(k * 16 * B::ROW_BYTES), true);
+        wgmma_commit();
+    }
+
+    // dQ^T of the tile before: K^T dS^T, this warpgroup's part of it, 64 columns of all queries or, where there are no more, of half of them.
+    __device__ __forceinline__ void add_to_dq() {
+        using K = typename C::KTile;
+        using S = typename C::STile;
+        added.wait_full();
+        const WgmmaMatrix<K> k(smem + C::K_SMEM + (C::DQ_BY_QUERIES ? 0 : number * K::BLOCK_BYTES));
+        const WgmmaMatrix<S> s(added.stage_smem() + (C::DQ_BY_QUERIES ? number * (C::DQ_QUERIES / S::BLOCK) * S::BLOCK_BYTES : 0));
+#pragma unroll
+        for (int i = 0; i < C::N / 16; ++i)
+            wgmma_tt(In(), Columns<C::DQ_QUERIES>(), dQ_rmem, k.at(i * 16 * K::ROW_BYTES), s.at(i * 16 * S::ROW_BYTES), i != 0);
+        wgmma_commit();
+    }
+
+    // It is there.
+    __device__ __forceinline__ void add_up() {
+        added.release(lead);
+        added.advance();
+        if (!pending) return;
+#pragma unroll
+        for (int j = 0; j < C::DQ_QUERIES / 8; ++j) add_gmem(dq_gmem + j * 512, dQ_rmem[j][0], dQ_rmem[j][1], dQ_rmem[j][2], dQ_rmem[j][3]);
+    }
+
+    // Scores -> weights. A lane has two keys, 8 apart, and of every 8 queries 2 (l % 4) and the next one.
+    template <bool MASKED> __device__ __forceinline__ void weigh(const KeyTile<C>& keys, int m) {
+        const u32 lse_smem = smem + C::LSE_SMEM + queries.stage * C::M * 4 + thread_index() % 4 * 8;
+        const float scale = p.prefill.logit_scale;
+#pragma unroll
+        for (int j = 0; j < C::M / 8; ++j) {
+            const float2 lse = load_smem_8(lse_smem + 32 * j);
+#pragma unroll
+            for (int c = 0; c < 4; ++c) S_rmem[j][c] = exp2_fast(fmaf(S_rmem[j][c], scale, c % 2 == 0 ? -lse.x : -lse.y));
+        }
+        if constexpr (MASKED) {
+#pragma unroll
+            for (int r = 0; r < 2; ++r) {
+                const int key = keys.key + own_key() + 8 * r;
+                const KeyRange seen = keys.visible.positions_of_any(key, key);
+                const bool there = key >= keys.seq.kv_start && key < keys.seq.kv_length;
+                const u32 count = there ? u32(seen.end) - u32(seen.begin) : 0;
+                const u32 first = u32(m * C::M + keys.seq.position + thread_index() % 4 * 2) - u32(seen.begin);
+#pragma unroll
+                for (int j = 0; j < C::M / 8; ++j)
+#pragma unroll
+                    for (int c = 0; c < 2; ++c)
+                        if (first + 8 * j + c >= count) S_rmem[j][2 * r + c] = 0.0f;
+            }
+        }
+    }
+
+    // dP -> gradients of scores, and both they and the weights to operands. A weight of 0 has none, whatever dP is.
+    template <bool MASKED> __device__ __forceinline__ void differentiate_scores() {
+        const u32 delta_smem = smem + C::DELTA_SMEM + douts.stage * C::M * 4 + thread_index() % 4 * 8;
+#pragma unroll
+        for (int j = 0; j < C::M / 8; ++j) {
+            const float2 delta = load_smem_8(delta_smem + 32 * j);
+#pragma unroll
+            for (int c = 0; c < 4; ++c) {
+                const float x = S_rmem[j][c] * (dP_rmem[j][c] - (c % 2 == 0 ? delta.x : delta.y));
+                dP_rmem[j][c] = MASKED && S_rmem[j][c] == 0.0f ? 0.0f : x;
+            }
+        }
+#pragma unroll
+        for (int k = 0; k < C::M / 16; ++k)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                P_rmem[k][i] = pack2<In>(S_rmem[2 * k + i / 2][i % 2 * 2], S_rmem[2 * k + i / 2][i % 2 * 2 + 1]);
+                dS_rmem[k][i] = pack2<In>(dP_rmem[2 * k + i / 2][i % 2 * 2], dP_rmem[2 * k + i / 2][i % 2 * 2 + 1]);
+            }
+    }
+
+    // Gradients of scores, for both warpgroups.
+    __device__ __forceinline__ void write() {
+        using S = typename C::STile;
+        written.wait_empty();
+        const int lane = thread_index() % 32, row = number * 64 + thread_index() % 128 / 32 * 16 + lane % 16;
+#pragma unroll
+        for (int k = 0; k < C::M / 16; ++k) {
+            const int chunk = 2 * k + lane / 16;
+            stmatrix_x4(written.stage_smem() + chunk / S::CHUNKS * S::BLOCK_BYTES + S::offset(row, chunk % S::CHUNKS), dS_rmem[k]);
+        }
+        async_proxy_fence();
+        __syncwarp();
+        if (lead) mbarrier_arrive(written.full());
+        written.advance();
+    }
+};
