@@ -6,18 +6,17 @@ The rows' statistics first (backward_prepare.cu), then the products by tiles of 
 from __future__ import annotations
 
 import functools
-import math
 import sys
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
-from .. import jit, launch, structs
+from .. import arrays, device, jit, launch, structs
 from ..device import DeviceInfo
-from ..types import ArrayView, Gradients, Plan, Problem, name_of
+from ..types import UNBOUNDED, ArrayView, Gradients, Plan, Problem, name_of
 from . import cuda_backward_fa3
-from .cuda_instance import CUDA_TYPES, SHORT_TYPES
+from .cuda_instance import CUDA_TYPES, MASK_LEFT, MASK_LENGTH, MASK_RIGHT, SHORT_TYPES
 
 PREPARE_ROWS, PREPARE_THREADS = 32, 256  # as backward_prepare.cu has them
 CONVERT_THREADS = 256
@@ -94,3 +93,65 @@ def convert_source(dtype: str, rows: int, columns: int) -> jit.Source:
 def workspace(problem: Problem, chosen: cuda_backward_fa3.Instance) -> int:
     """Bytes beyond inputs and gradients."""
     return 4 * sum(work_sizes(problem, chosen).values())
+
+
+def decline(problem: Problem, kernel: str) -> str | None:
+    """Why this kernel does not differentiate this call, or None; beside what every raw kernel declines."""
+    if kernel != "fa3":
+        return "the backward pass of this backend is kernel 'fa3'"
+    return cuda_backward_fa3.decline(problem)
+
+
+def instance(problem: Problem) -> cuda_backward_fa3.Instance:
+    """The kernel instance for these arrays."""
+    left, right = (side != UNBOUNDED for side in problem.window)
+    return cuda_backward_fa3.instance(problem, MASK_RIGHT | MASK_LEFT if left else MASK_RIGHT if right else MASK_LENGTH)
+
+
+def plan(problem: Problem, kernel: str, backend: str) -> Plan:
+    """Tile, instance and workspace."""
+    chosen = instance(problem)
+    t = chosen.tile
+    why = f"gradients by recomputation, tensor cores (wgmma), {t.n} keys a block, steps of {t.m} queries, dQ by additions in float32"
+    return Plan(
+        kernel=kernel, backend=backend, reason=why, tile=(t.m, t.n), threads=t.threads, workspace=workspace(problem, chosen), extra=chosen
+    )
+
+
+def run(plan: Plan, problem: Problem, pointers: Mapping[str, int]) -> Gradients:
+    """Gradients in canonical axis order. ``pointers``: device addresses of the problem's small arrays."""
+    cupy = sys.modules["cupy"]
+    chosen, place = plan.extra, problem.q.device
+    info = device.probe(place)
+    found = {f"d{name}": _like(getattr(problem, name)) for name in "qkv"}
+    if problem.varlen:  # rows of no sequence
+        for name, cu in (("dq", problem.cu_seqlens_q), ("dk", problem.cu_seqlens_k), ("dv", problem.cu_seqlens_k)):
+            found[name][int(cu[-1]) if isinstance(cu, np.ndarray) else 0 :] = 0
+    sizes = work_sizes(problem, chosen)
+    memory = cupy.empty(sum(sizes.values()), np.float32)
+    work, at = {}, 0
+    for name, size in sizes.items():
+        work[name], at = memory[at : at + size], at + size
+    views = {name: arrays.view(a, name) for name, a in found.items()}
+    params = pack(problem, chosen, views, pointers, {name: int(a.data.ptr) for name, a in work.items()}, info)
+    whole, stream = cuda_backward_fa3.pack(problem, chosen, params), launch.stream_pointer(None)
+    for source, kind, grid, threads, shared in kernels(problem, chosen):
+        step = launch.Step(jit.function(source, place, shared), grid, threads, shared)
+        launch.launch(step, params if kind == "BackwardParams" else whole, stream)
+    return Gradients(**found, dsinks=None if problem.sinks is None else _dsinks(problem, work))
+
+
+def _like(a: ArrayView) -> Any:
+    """An array for the gradient of another, with its axes in the same order in memory."""
+    cupy = sys.modules["cupy"]
+    order = sorted(range(len(a.shape)), key=lambda n: -a.strides[n] if a.shape[n] > 1 else -(1 << 62))
+    made = cupy.empty(tuple(a.shape[n] for n in order), a.dtype)
+    return made.transpose(tuple(np.argsort(order)))
+
+
+def _dsinks(problem: Problem, work: Mapping[str, Any]) -> Any:
+    """-sum over rows of the sink's weight * delta: the sink is a logit whose value is 0."""
+    cupy = sys.modules["cupy"]
+    lse, delta = (work[name].reshape(problem.heads_q, -1) for name in ("row_lse", "row_delta"))
+    sinks = cupy.asarray(problem.sinks * structs.LOG2E, np.float32)[:, None]
+    return -(cupy.exp2(sinks - lse).astype(np.float64) * delta).sum(axis=1).astype(problem.compute_dtype)

@@ -34,12 +34,12 @@ template <class C> struct KeyTile {
         const KeyRange any = visible.positions_of_any(begin_key, last_key), all = visible.positions_of_all(key, key + C::N - 1);
         const int begin_row = max(any.begin - seq.position, 0), end_row = min(any.end - seq.position, seq.q_length);
         const bool none = begin_key > last_key || begin_row >= end_row;
-        first = none ? 0 : begin_row / C::M;
-        last = none ? -1 : (end_row - 1) / C::M;
+        first = uniform(none ? 0 : begin_row / C::M);
+        last = uniform(none ? -1 : (end_row - 1) / C::M);
         const bool cut = key < seq.kv_start || key + C::N > seq.kv_length;
-        whole_first = cut ? last + 1 : min(max((max(all.begin - seq.position, 0) + C::M - 1) / C::M, first), last + 1);
+        whole_first = uniform(cut ? last + 1 : min(max((max(all.begin - seq.position, 0) + C::M - 1) / C::M, first), last + 1));
         // Rows behind the last one are like others: their weights are 0.
-        whole_end = cut ? 0 : all.end - seq.position >= seq.q_length ? last + 1 : max(all.end - seq.position, 0) / C::M;
+        whole_end = uniform(cut ? 0 : all.end - seq.position >= seq.q_length ? last + 1 : max(all.end - seq.position, 0) / C::M);
     }
 
     // Rows of the sequence that see a key at all: dO of others may hold anything.

@@ -12,18 +12,14 @@ template <class C> struct BackwardWarpgroup {
     const int number;
     const bool lead;  // the thread speaks for its warp
     const u32 smem;
-    Ring<typename C::QStages> queries;
-    Ring<typename C::GStages> douts;
-    Ring<typename C::SStages> written, added;  // dS: the stage that is next to be written, and the one that is next to be added to dQ
     float S_rmem[C::M / 8][4], dP_rmem[C::M / 8][4], dQ_rmem[C::DQ_QUERIES / 8][4];
     float dK_rmem[C::DQK / 8][4], dV_rmem[C::DV / 8][4];
     u32 P_rmem[C::M / 16][4], dS_rmem[C::M / 16][4];
-    float* dq_gmem;   // the thread's first sums for the stage that is next to be added
-    bool pending;     // there is a tile of queries that it belongs to
+    float* dq_gmem;   // the thread's first sums for the tile of queries before; null if there is none
+    u32 steps;        // that have been done: all stages are two, and taken in turn
 
     __device__ __forceinline__ BackwardWarpgroup(const BackwardParams& p, int number, u32 smem)
-        : p(p), number(number), lead(thread_index() % 32 == 0), smem(smem), queries{smem + C::Q_SMEM}, douts{smem + C::G_SMEM},
-          written{smem + C::S_SMEM}, added{smem + C::S_SMEM}, dq_gmem(nullptr), pending(false) {
+        : p(p), number(number), lead(thread_index() % 32 == 0), smem(smem), dq_gmem(nullptr), steps(0) {
 #pragma unroll
         for (int i = 0; i < C::DQK / 8; ++i)
 #pragma unroll
@@ -60,6 +56,15 @@ template <class C> struct BackwardWarpgroup {
         add_up();
     }
 
+    template <class Stages> __device__ __forceinline__ Ring<Stages> at(u32 place, u32 step) const {
+        return {smem + place, int(step % 2), step / 2 % 2};
+    }
+    __device__ __forceinline__ Ring<typename C::QStages> queries() const { return at<typename C::QStages>(C::Q_SMEM, steps); }
+    __device__ __forceinline__ Ring<typename C::GStages> douts() const { return at<typename C::GStages>(C::G_SMEM, steps); }
+    // Gradients of scores: those of the step before, and those of this one. There are some before the first step.
+    __device__ __forceinline__ Ring<typename C::SStages> before() const { return at<typename C::SStages>(C::S_SMEM, steps); }
+    __device__ __forceinline__ Ring<typename C::SStages> now() const { return at<typename C::SStages>(C::S_SMEM, steps + 1); }
+
   private:
     // Gradients of 0, which the first product for dQ takes: without it the loop would have another first step.
     __device__ __forceinline__ void begin() {
@@ -67,33 +72,32 @@ template <class C> struct BackwardWarpgroup {
         for (int k = 0; k < C::M / 16; ++k)
 #pragma unroll
             for (int i = 0; i < 4; ++i) dS_rmem[k][i] = 0;
-        write();
+        write(before());
     }
 
     template <bool MASKED> __device__ __forceinline__ void step(const KeyTile<C>& keys, int m, float* to) {
         using Q = typename C::QTile;
         using G = typename C::GTile;
-        queries.wait_full();
+        queries().wait_full();
         wgmma_fence();
-        multiply<typename C::KTile, Q, C::DQK>(S_rmem, smem + C::K_SMEM, queries.stage_smem());
-        douts.wait_full();
-        multiply<typename C::VTile, G, C::DV>(dP_rmem, smem + C::V_SMEM, douts.stage_smem());
+        multiply<typename C::KTile, Q, C::DQK>(S_rmem, smem + C::K_SMEM, queries().stage_smem());
+        douts().wait_full();
+        multiply<typename C::VTile, G, C::DV>(dP_rmem, smem + C::V_SMEM, douts().stage_smem());
         wgmma_wait<1>();
         weigh<MASKED>(keys, m);
         wgmma_wait<0>();
         differentiate_scores<MASKED>();
-        write();
+        write(now());
         wgmma_fence();
-        add<G, C::DV>(dV_rmem, P_rmem, douts.stage_smem());
-        add<Q, C::DQK>(dK_rmem, dS_rmem, queries.stage_smem());
+        add<G, C::DV>(dV_rmem, P_rmem, douts().stage_smem());
+        add<Q, C::DQK>(dK_rmem, dS_rmem, queries().stage_smem());
         add_to_dq();
         wgmma_wait<0>();
-        queries.release(lead);
-        queries.advance();
-        douts.release(lead);
-        douts.advance();
+        queries().release(lead);
+        douts().release(lead);
         add_up();
-        dq_gmem = to, pending = true;
+        dq_gmem = to;
+        ++steps;
     }
 
     // 64 keys by M queries: the product of rows of both.
@@ -121,9 +125,9 @@ template <class C> struct BackwardWarpgroup {
     __device__ __forceinline__ void add_to_dq() {
         using K = typename C::KTile;
         using S = typename C::STile;
-        added.wait_full();
+        before().wait_full();
         const WgmmaMatrix<K> k(smem + C::K_SMEM + (C::DQ_BY_QUERIES ? 0 : number * K::BLOCK_BYTES));
-        const WgmmaMatrix<S> s(added.stage_smem() + (C::DQ_BY_QUERIES ? number * (C::DQ_QUERIES / S::BLOCK) * S::BLOCK_BYTES : 0));
+        const WgmmaMatrix<S> s(before().stage_smem() + (C::DQ_BY_QUERIES ? number * (C::DQ_QUERIES / S::BLOCK) * S::BLOCK_BYTES : 0));
 #pragma unroll
         for (int i = 0; i < C::N / 16; ++i)
             wgmma_tt(In(), Columns<C::DQ_QUERIES>(), dQ_rmem, k.at(i * 16 * K::ROW_BYTES), s.at(i * 16 * S::ROW_BYTES), i != 0);
@@ -132,16 +136,15 @@ template <class C> struct BackwardWarpgroup {
 
     // It is there.
     __device__ __forceinline__ void add_up() {
-        added.release(lead);
-        added.advance();
-        if (!pending) return;
+        before().release(lead);
+        if (dq_gmem == nullptr) return;
 #pragma unroll
         for (int j = 0; j < C::DQ_QUERIES / 8; ++j) add_gmem(dq_gmem + j * 512, dQ_rmem[j][0], dQ_rmem[j][1], dQ_rmem[j][2], dQ_rmem[j][3]);
     }
 
     // Scores -> weights. A lane has two keys, 8 apart, and of every 8 queries 2 (l % 4) and the next one.
     template <bool MASKED> __device__ __forceinline__ void weigh(const KeyTile<C>& keys, int m) {
-        const u32 lse_smem = smem + C::LSE_SMEM + queries.stage * C::M * 4 + thread_index() % 4 * 8;
+        const u32 lse_smem = smem + C::LSE_SMEM + queries().stage * C::M * 4 + thread_index() % 4 * 8;
         const float scale = p.prefill.logit_scale;
 #pragma unroll
         for (int j = 0; j < C::M / 8; ++j) {
@@ -168,7 +171,7 @@ template <class C> struct BackwardWarpgroup {
 
     // dP -> gradients of scores, and both they and the weights to operands. A weight of 0 has none, whatever dP is.
     template <bool MASKED> __device__ __forceinline__ void differentiate_scores() {
-        const u32 delta_smem = smem + C::DELTA_SMEM + douts.stage * C::M * 4 + thread_index() % 4 * 8;
+        const u32 delta_smem = smem + C::DELTA_SMEM + douts().stage * C::M * 4 + thread_index() % 4 * 8;
 #pragma unroll
         for (int j = 0; j < C::M / 8; ++j) {
             const float2 delta = load_smem_8(delta_smem + 32 * j);
@@ -188,18 +191,17 @@ template <class C> struct BackwardWarpgroup {
     }
 
     // Gradients of scores, for both warpgroups.
-    __device__ __forceinline__ void write() {
+    __device__ __forceinline__ void write(const Ring<typename C::SStages>& to) {
         using S = typename C::STile;
-        written.wait_empty();
+        to.wait_empty();
         const int lane = thread_index() % 32, row = number * 64 + thread_index() % 128 / 32 * 16 + lane % 16;
 #pragma unroll
         for (int k = 0; k < C::M / 16; ++k) {
             const int chunk = 2 * k + lane / 16;
-            stmatrix_x4(written.stage_smem() + chunk / S::CHUNKS * S::BLOCK_BYTES + S::offset(row, chunk % S::CHUNKS), dS_rmem[k]);
+            stmatrix_x4(to.stage_smem() + chunk / S::CHUNKS * S::BLOCK_BYTES + S::offset(row, chunk % S::CHUNKS), dS_rmem[k]);
         }
         async_proxy_fence();
         __syncwarp();
-        if (lead) mbarrier_arrive(written.full());
-        written.advance();
+        if (lead) mbarrier_arrive(to.full());
     }
 };
