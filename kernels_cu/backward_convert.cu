@@ -15,7 +15,8 @@ template <class In, int M, int COLUMNS> __device__ __forceinline__ void backward
     const float4* sums = reinterpret_cast<const float4*>(p.dq_sum + (i64(head) * tiles + tile) * M * COLUMNS + part * QUERIES * 64);
     for (int i = threadIdx.x; i < QUERIES / 8 * 128; i += CONVERT_THREADS) {
         const float4 x = sums[i];
-        const int t = i % 128, column = t / 32 * 16 + t % 32 / 4, query = i / 128 * 8 + t % 4 * 2;
+        const int lane = i % 32, j = i / 32 % (QUERIES / 8), warp = i / 32 / (QUERIES / 8);
+        const int column = warp * 16 + lane / 4, query = j * 8 + lane % 4 * 2;
         const u32 low = pack2<In>(x.x * p.scale, x.y * p.scale), high = pack2<In>(x.z * p.scale, x.w * p.scale);
         u16* to = rows_smem + query * PITCH + column;
         to[0] = u16(low), to[PITCH] = u16(low >> 16);

@@ -20,7 +20,7 @@ template <class In_, int DQK_, int DV_, int M_, int STAGES, int MASK_> struct Ba
     using STile = SmemTile<N, M>;  // gradients of scores
     static constexpr int K_SMEM = 0, V_SMEM = K_SMEM + KTile::BYTES, Q_SMEM = V_SMEM + VTile::BYTES, G_SMEM = Q_SMEM + STAGES * QTile::BYTES;
     static constexpr int S_SMEM = G_SMEM + STAGES * GTile::BYTES, LSE_SMEM = S_SMEM + 2 * STile::BYTES, DELTA_SMEM = LSE_SMEM + STAGES * M * 4;
-    static constexpr int KEYS_FULL_SMEM = DELTA_SMEM + STAGES * M * 4, BARRIERS_SMEM = KEYS_FULL_SMEM + 16;
+    static constexpr int DQ_SMEM = DELTA_SMEM + STAGES * M * 4, KEYS_FULL_SMEM = DQ_SMEM + M * DQK * 4, BARRIERS_SMEM = KEYS_FULL_SMEM + 16;
     static constexpr int TAIL_SMEM = BARRIERS_SMEM + 16 * (2 * STAGES + 2), SMEM_BYTES = TAIL_SMEM + 64;
     using QStages = Stages<STAGES, QTile::BYTES, BARRIERS_SMEM - Q_SMEM>;
     using GStages = Stages<STAGES, GTile::BYTES, BARRIERS_SMEM + 16 * STAGES - G_SMEM>;

@@ -33,7 +33,7 @@ template <class C, class Tile, int D> __device__ __forceinline__ void store_rows
 template <class C> __device__ __forceinline__ void store(const BackwardWarpgroup<C>& g, const KeyTile<C>& keys) {
     using V = typename C::VTile;
     static_assert(C::DV >= C::DQK, "both fit the place of the values");
-    block_barrier<128>(1 + g.number);  // until none of the warpgroup reads its values
+    block_barrier<128>(3 + g.number);  // until none of the warpgroup reads its values
     const u32 place = g.smem + C::V_SMEM;
     store_rows<C, V, C::DV>(g, keys, g.dV_rmem, 1.0f, place, g.p.dv, g.p.dv_stride, g.p.prefill.head_dim_v);
     store_rows<C, V, C::DQK>(g, keys, g.dK_rmem, g.p.scale, place, g.p.dk, g.p.dk_stride, g.p.prefill.head_dim);

@@ -2,7 +2,7 @@
 //
 // Scores are made transposed, keys by queries, so that weights and their gradients are operands of the products for dV and dK as they are.
 // dQ needs the gradients of both warpgroups: they meet in shared memory, and the product comes a tile later, so that neither waits for the
-// other; then one computes while the other multiplies.
+// other. The warpgroups start products in turn, twice a tile, so that one computes while the other multiplies.
 #include "include/backward_load.cuh"
 #include "include/wgmma.cuh"
 
@@ -15,7 +15,7 @@ template <class C> struct BackwardWarpgroup {
     float S_rmem[C::M / 8][4], dP_rmem[C::M / 8][4], dQ_rmem[C::DQ_QUERIES / 8][4];
     float dK_rmem[C::DQK / 8][4], dV_rmem[C::DV / 8][4];
     u32 P_rmem[C::M / 16][4], dS_rmem[C::M / 16][4];
-    float* dq_gmem;   // the thread's first sums for the tile of queries before; null if there is none
+    float* dq_gmem;   // where the warp's part of dQ of the tile before is added up; null if there is none
     u32 steps;        // that have been done: all stages are two, and taken in turn
 
     __device__ __forceinline__ BackwardWarpgroup(const BackwardParams& p, int number, u32 smem)
@@ -30,15 +30,19 @@ template <class C> struct BackwardWarpgroup {
             for (int c = 0; c < 4; ++c) dV_rmem[i][c] = 0.0f;
     }
 
+    // Of the eight that multiply.
+    static __device__ __forceinline__ int warp() { return uniform(thread_index() / 32) - 4; }
+
     // The first of the thread's two keys, of the block's; the other one is 8 further.
     __device__ __forceinline__ int own_key() const { return number * 64 + thread_index() % 128 / 32 * 16 + thread_index() % 32 / 4; }
 
     // All tiles of queries.
     __device__ __forceinline__ void differentiate(const KeyTile<C>& keys) {
         begin();
+        if (number == 1) end_turn();
         mbarrier_wait(smem + C::KEYS_FULL_SMEM, 0);
         constexpr int NUMBERS = C::M * C::DQK;  // of a tile of dq_sum
-        float* own = p.dq_sum + number * (NUMBERS / 2) + thread_index() % 128 * 4;
+        float* own = p.dq_sum + warp() * (NUMBERS / 8);
 #pragma unroll 1
         for (int head = keys.head * p.prefill.group; head < (keys.head + 1) * p.prefill.group; ++head) {
             float* to = own + ((head * p.places + first_place_of(p, keys.batch, keys.seq)) / C::M + keys.first) * NUMBERS;
@@ -54,6 +58,8 @@ template <class C> struct BackwardWarpgroup {
         add_to_dq();
         wgmma_wait<0>();
         add_up();
+        if (lead) additions_wait();
+        if (number == 0) begin_turn();  // which the other one has ended
     }
 
     template <class Stages> __device__ __forceinline__ Ring<Stages> at(u32 place, u32 step) const {
@@ -66,6 +72,9 @@ template <class C> struct BackwardWarpgroup {
     __device__ __forceinline__ Ring<typename C::SStages> now() const { return at<typename C::SStages>(C::S_SMEM, steps + 1); }
 
   private:
+    __device__ __forceinline__ void begin_turn() const { block_barrier<256>(1 + number); }
+    __device__ __forceinline__ void end_turn() const { block_barrier_arrive<256>(2 - number); }
+
     // Gradients of 0, which the first product for dQ takes: without it the loop would have another first step.
     __device__ __forceinline__ void begin() {
 #pragma unroll
@@ -79,19 +88,23 @@ template <class C> struct BackwardWarpgroup {
         using Q = typename C::QTile;
         using G = typename C::GTile;
         queries().wait_full();
+        begin_turn();
         wgmma_fence();
         multiply<typename C::KTile, Q, C::DQK>(S_rmem, smem + C::K_SMEM, queries().stage_smem());
         douts().wait_full();
         multiply<typename C::VTile, G, C::DV>(dP_rmem, smem + C::V_SMEM, douts().stage_smem());
+        end_turn();
         wgmma_wait<1>();
         weigh<MASKED>(keys, m);
         wgmma_wait<0>();
         differentiate_scores<MASKED>();
         write(now());
+        begin_turn();
         wgmma_fence();
         add<G, C::DV>(dV_rmem, P_rmem, douts().stage_smem());
         add<Q, C::DQK>(dK_rmem, dS_rmem, queries().stage_smem());
         add_to_dq();
+        end_turn();
         wgmma_wait<0>();
         queries().release(lead);
         douts().release(lead);
@@ -138,8 +151,16 @@ template <class C> struct BackwardWarpgroup {
     __device__ __forceinline__ void add_up() {
         before().release(lead);
         if (dq_gmem == nullptr) return;
+        constexpr u32 BYTES = C::M * C::DQK / 8 * 4;
+        const u32 part_smem = smem + C::DQ_SMEM + warp() * BYTES;
+        if (lead) additions_wait();
+        __syncwarp();
 #pragma unroll
-        for (int j = 0; j < C::DQ_QUERIES / 8; ++j) add_gmem(dq_gmem + j * 512, dQ_rmem[j][0], dQ_rmem[j][1], dQ_rmem[j][2], dQ_rmem[j][3]);
+        for (int j = 0; j < C::DQ_QUERIES / 8; ++j)
+            store_smem(part_smem + j * 512 + thread_index() % 32 * 16, dQ_rmem[j][0], dQ_rmem[j][1], dQ_rmem[j][2], dQ_rmem[j][3]);
+        async_proxy_fence();
+        __syncwarp();
+        if (lead) add_bytes(dq_gmem, part_smem, BYTES);
     }
 
     // Scores -> weights. A lane has two keys, 8 apart, and of every 8 queries 2 (l % 4) and the next one.

@@ -110,11 +110,6 @@ __device__ __forceinline__ u32 count_up(u32* counter_gmem, u32 last) {
     return x;
 }
 
-// Add to four neighbouring numbers, each by itself, in whatever order others add to them; from sm_90 on.
-__device__ __forceinline__ void add_gmem(float* gmem, float a, float b, float c, float d) {
-    asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(gmem), "f"(a), "f"(b), "f"(c), "f"(d) : "memory");
-}
-
 __device__ __forceinline__ void copies_commit() {
 #if CUFLASH_ARCH >= 800
     asm volatile("cp.async.commit_group;" ::: "memory");
@@ -162,6 +157,10 @@ __device__ __forceinline__ void store_smem(u32 smem, uint2 x) {
 
 __device__ __forceinline__ void store_smem(u32 smem, uint4 x) {
     asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(smem), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w) : "memory");
+}
+
+__device__ __forceinline__ void store_smem(u32 smem, float a, float b, float c, float d) {
+    asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(smem), "f"(a), "f"(b), "f"(c), "f"(d) : "memory");
 }
 
 __device__ __forceinline__ uint4 load_smem_16(u32 smem) {

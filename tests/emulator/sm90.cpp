@@ -289,6 +289,19 @@ void cp_async_bulk_shared_cluster_global_mbarrier_complete_tx_bytes(b32 to, cons
     begin_bulk(std::move(parts), barrier, what);
 }
 
+// At once: a test with several blocks cannot tell, and what comes later in this one waits for it or overwrites what was read.
+void cp_reduce_async_bulk_global_shared_cta_bulk_group_add_f32(void* to, b32 from, b32 bytes) {
+    const char* what = "cp.reduce.async.bulk";
+    if (bytes % 16 != 0 || from % 16 != 0) fail("%s: %u bytes from %u; both must be multiples of 16", what, bytes, from);
+    for (b32 i = 0; i < bytes; i += 16) {
+        const auto* x = reinterpret_cast<const float*>(read_shared(from + i, 16, what));
+        check_fence(from + i, "a bulk copy reads");
+        auto* sum = reinterpret_cast<float*>(static_cast<unsigned char*>(to) + i);
+        read_global(sum, 16, what, 16);
+        for (int n = 0; n < 4; ++n) sum[n] += x[n];
+    }
+}
+
 // The copies are complete now; those who wait for the phase cannot tell, and those who do not are in a race with them.
 void cp_async_mbarrier_arrive_noinc_shared_cta_b64(b32 barrier) {
     Copies& own = copies[current];
