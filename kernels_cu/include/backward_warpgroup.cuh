@@ -16,6 +16,8 @@ template <class C> struct BackwardWarpgroup {
     float dK_rmem[C::DQK / 8][4], dV_rmem[C::DV / 8][4];
     u32 P_rmem[C::M / 16][4], dS_rmem[C::M / 16][4];
     float* dq_gmem;   // where the warp's part of dQ of the tile before is added up; null if there is none
+    u32 seen_first;   // how far the thread's first query of tile 0 is behind the first one that sees its first key
+    u32 seen[2];      // queries that see each of its keys
     u32 steps;        // that have been done: all stages are two, and taken in turn
 
     __device__ __forceinline__ BackwardWarpgroup(const BackwardParams& p, int number, u32 smem)
@@ -38,7 +40,16 @@ template <class C> struct BackwardWarpgroup {
 
     // All tiles of queries.
     __device__ __forceinline__ void differentiate(const KeyTile<C>& keys) {
+        if (keys.last < keys.first) return;
         begin();
+        const int key = keys.key + own_key();
+        const KeyRange positions = keys.visible.positions_of_any(key, key);
+        seen_first = u32(keys.seq.position + thread_index() % 4 * 2) - u32(positions.begin);
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            const bool there = key + 8 * r >= keys.seq.kv_start && key + 8 * r < keys.seq.kv_length;
+            seen[r] = there ? u32(positions.end) - u32(positions.begin) : 0;
+        }
         if (number == 1) end_turn();
         mbarrier_wait(smem + C::KEYS_FULL_SMEM, 0);
         constexpr int NUMBERS = C::M * C::DQK;  // of a tile of dq_sum
@@ -49,9 +60,9 @@ template <class C> struct BackwardWarpgroup {
             int m = keys.first;
             for (int cut = keys.whole_first; m <= keys.last; cut = keys.last + 1) {
 #pragma unroll 1
-                for (; m < cut; ++m, to += NUMBERS) step<true>(keys, m, to);
+                for (; m < cut; ++m, to += NUMBERS) step<true>(m, to);
 #pragma unroll 1
-                for (; m < keys.whole_end; ++m, to += NUMBERS) step<false>(keys, m, to);
+                for (; m < keys.whole_end; ++m, to += NUMBERS) step<false>(m, to);
             }
         }
         wgmma_fence();
@@ -84,18 +95,18 @@ template <class C> struct BackwardWarpgroup {
         write(before());
     }
 
-    template <bool MASKED> __device__ __forceinline__ void step(const KeyTile<C>& keys, int m, float* to) {
+    template <bool MASKED> __device__ __forceinline__ void step(int m, float* to) {
         using Q = typename C::QTile;
         using G = typename C::GTile;
         queries().wait_full();
         begin_turn();
         wgmma_fence();
-        multiply<typename C::KTile, Q, C::DQK>(S_rmem, smem + C::K_SMEM, queries().stage_smem());
+        multiply<typename C::KTile, Q, C::DQK>(S_rmem, place(C::K_SMEM), queries().stage_smem());
         douts().wait_full();
-        multiply<typename C::VTile, G, C::DV>(dP_rmem, smem + C::V_SMEM, douts().stage_smem());
+        multiply<typename C::VTile, G, C::DV>(dP_rmem, place(C::V_SMEM), douts().stage_smem());
         end_turn();
         wgmma_wait<1>();
-        weigh<MASKED>(keys, m);
+        weigh<MASKED>(m);
         wgmma_wait<0>();
         differentiate_scores<MASKED>();
         write(now());
@@ -112,6 +123,9 @@ template <class C> struct BackwardWarpgroup {
         dq_gmem = to;
         ++steps;
     }
+
+    // Where the block's shared memory is, worked out anew: descriptors that stay the same would otherwise all be kept in registers.
+    __device__ __forceinline__ u32 place(u32 of) const { return smem + of + (steps >> 31); }
 
     // 64 keys by M queries: the product of rows of both.
     template <class A, class B, int D> __device__ __forceinline__ void multiply(float (&to)[C::M / 8][4], u32 a_smem, u32 b_smem) {
@@ -139,7 +153,7 @@ template <class C> struct BackwardWarpgroup {
         using K = typename C::KTile;
         using S = typename C::STile;
         before().wait_full();
-        const WgmmaMatrix<K> k(smem + C::K_SMEM + (C::DQ_BY_QUERIES ? 0 : number * K::BLOCK_BYTES));
+        const WgmmaMatrix<K> k(place(C::K_SMEM) + (C::DQ_BY_QUERIES ? 0 : number * K::BLOCK_BYTES));
         const WgmmaMatrix<S> s(before().stage_smem() + (C::DQ_BY_QUERIES ? number * (C::DQ_QUERIES / S::BLOCK) * S::BLOCK_BYTES : 0));
 #pragma unroll
         for (int i = 0; i < C::N / 16; ++i)
@@ -164,7 +178,7 @@ template <class C> struct BackwardWarpgroup {
     }
 
     // Scores -> weights. A lane has two keys, 8 apart, and of every 8 queries 2 (l % 4) and the next one.
-    template <bool MASKED> __device__ __forceinline__ void weigh(const KeyTile<C>& keys, int m) {
+    template <bool MASKED> __device__ __forceinline__ void weigh(int m) {
         const u32 lse_smem = smem + C::LSE_SMEM + queries().stage * C::M * 4 + thread_index() % 4 * 8;
         const float scale = p.prefill.logit_scale;
 #pragma unroll
@@ -176,16 +190,12 @@ template <class C> struct BackwardWarpgroup {
         if constexpr (MASKED) {
 #pragma unroll
             for (int r = 0; r < 2; ++r) {
-                const int key = keys.key + own_key() + 8 * r;
-                const KeyRange seen = keys.visible.positions_of_any(key, key);
-                const bool there = key >= keys.seq.kv_start && key < keys.seq.kv_length;
-                const u32 count = there ? u32(seen.end) - u32(seen.begin) : 0;
-                const u32 first = u32(m * C::M + keys.seq.position + thread_index() % 4 * 2) - u32(seen.begin);
+                const u32 first = u32(m * C::M) + seen_first - 8 * r;
 #pragma unroll
                 for (int j = 0; j < C::M / 8; ++j)
 #pragma unroll
                     for (int c = 0; c < 2; ++c)
-                        if (first + 8 * j + c >= count) S_rmem[j][2 * r + c] = 0.0f;
+                        if (first + 8 * j + c >= seen[r]) S_rmem[j][2 * r + c] = 0.0f;
             }
         }
     }
