@@ -52,12 +52,14 @@ def pack(
     )
 
 
-def kernels(problem: Problem, chosen: cuda_backward_fa3.Instance) -> list[tuple[jit.Source, str, int, int, int]]:
-    """What is launched: source, type of the struct, blocks, threads, bytes of shared memory."""
+def kernels(
+    problem: Problem, chosen: cuda_backward_fa3.Instance, info: DeviceInfo,
+) -> list[tuple[jit.Source, str, int, int, int]]:
+    """What is launched: source, type of the struct, blocks, threads, bytes of shared memory. Blocks take one tile of keys after the other."""
     places = structs.places(problem, chosen.tile.m)
     vector = structs.copy_bytes((problem.out, problem.dout)) == 16
     prepare = prepare_source(name_of(problem.out.dtype), name_of(problem.dout.dtype), 8 if problem.head_dim_v <= 64 else 16, vector)
-    blocks = problem.batch * problem.heads_kv * n_tiles(problem)
+    blocks = min(problem.batch * problem.heads_kv * n_tiles(problem), info.multiprocessors)
     tiles = problem.heads_q * (places // chosen.tile.m)
     return [
         (prepare, "BackwardParams", problem.heads_q * (places // PREPARE_ROWS), PREPARE_THREADS, 0),
@@ -135,7 +137,7 @@ def run(plan: Plan, problem: Problem, pointers: Mapping[str, int]) -> Gradients:
     views = {name: arrays.view(a, name) for name, a in found.items()}
     params = pack(problem, chosen, views, pointers, {name: int(a.data.ptr) for name, a in work.items()}, info)
     whole, stream = cuda_backward_fa3.pack(problem, chosen, params), launch.stream_pointer(None)
-    for source, kind, grid, threads, shared in kernels(problem, chosen):
+    for source, kind, grid, threads, shared in kernels(problem, chosen, info):
         step = launch.Step(jit.function(source, place, shared), grid, threads, shared)
         launch.launch(step, params if kind == "BackwardParams" else whole, stream)
     return Gradients(**found, dsinks=None if problem.sinks is None else _dsinks(problem, work))

@@ -34,7 +34,7 @@ class Tile(NamedTuple):
     def shared_memory(self, d: int, dv: int) -> int:
         """Bytes of dynamic shared memory for padded head sizes; BackwardFa3::SMEM_BYTES counts the same."""
         keys, rows = 2 * KEYS * (d + dv), 2 * self.stages * self.m * (d + dv)
-        return keys + rows + 4 * KEYS * self.m + 8 * self.stages * self.m + 4 * self.m * d + 16 + 16 * (2 * self.stages + 2) + 64
+        return keys + rows + 4 * KEYS * self.m + 8 * self.stages * self.m + 4 * self.m * d + 16 * (2 * self.stages + 3) + 32
 
 
 TILES = {64: Tile(128, 2), 128: Tile(64, 2)}  # by the padded head size of queries; a thread has 232 registers for its sums

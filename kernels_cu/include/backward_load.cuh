@@ -45,13 +45,15 @@ template <class Tile, class Stages, class Tail> __device__ __forceinline__ void 
 }
 
 // By a warp: keys, or values, to a barrier that waits for both.
-template <class C, class Tile, class Tail> __device__ __forceinline__ void load_keys(
-    const BackwardFa3Params& p, const KeyTile<C>& keys, const TensorMap& map, u32 smem, u32 full, Ring<Tail>& tail) {
+template <class C, class Tile> __device__ __forceinline__ void load_keys(
+    const BackwardFa3Params& p, const KeyTile<C>& keys, const TensorMap& map, u32 smem, const Ring<typename C::KStages>& stage,
+    Ring<typename C::TailStages>& tail) {
     const Sequence& seq = keys.seq;
     const bool clear = keys.key < seq.kv_start ||
         (keys.key + C::N > seq.kv_length && seq.k_begin + seq.kv_length < p.backward.prefill.k_rows);
-    const u32 barrier = clear ? tail.full() : full;
+    const u32 barrier = clear ? tail.full() : stage.full();
     const bool lead = thread_index() % 32 == 0;
+    stage.wait_empty();
     if (lead) {
         mbarrier_expect(barrier, Tile::BYTES);
         load_rows<Tile>(smem, map, seq.k_begin + keys.key, keys.head, p.backward.prefill.cu_seqlens_k ? 0 : keys.batch, barrier);
@@ -60,51 +62,61 @@ template <class C, class Tile, class Tail> __device__ __forceinline__ void load_
     tail.wait_full();
     tail.advance();
     clear_outside<Tile>(smem, seq.kv_start - keys.key, seq.kv_length - keys.key);
-    if (lead) mbarrier_arrive(full);
+    if (lead) mbarrier_arrive(stage.full());
 }
 
-// By a warp: K, and Q of all tiles with their log-sum-exp.
-template <class C> __device__ __forceinline__ void load_queries(const BackwardFa3Params& p, u32 smem) {
-    const KeyTile<C> keys(p.backward, block_index());
-    if (keys.last < keys.first) return;
+// By a warp: K of all tiles of keys, and of their tiles of queries Q with the log-sum-exp.
+template <class C> __device__ __forceinline__ void load_queries(const BackwardFa3Params& p, u32 smem, u32 tiles) {
     Ring<typename C::TailStages> tail{smem + C::TAIL_SMEM};
-    load_keys<C, typename C::KTile>(p, keys, p.k_map, smem + C::K_SMEM, smem + C::KEYS_FULL_SMEM, tail);
+    Ring<typename C::KStages> stage{smem + C::K_SMEM};
     Ring<typename C::QStages> queries{smem + C::Q_SMEM};
     const PrefillParams& f = p.backward.prefill;
     const bool packed = f.cu_seqlens_q != nullptr;
 #pragma unroll 1
-    for (int head = keys.head * f.group; head < (keys.head + 1) * f.group; ++head) {
-        const float* lse = p.backward.row_lse + head * p.backward.places + first_place_of(p.backward, keys.batch, keys.seq);
+    for (u32 n = block_index(); n < tiles; n += gridDim.x) {
+        const KeyTile<C> keys(p.backward, n);
+        if (keys.last < keys.first) continue;
+        load_keys<C, typename C::KTile>(p, keys, p.k_map, smem + C::K_SMEM, stage, tail);
+        stage.advance();
 #pragma unroll 1
-        for (int m = keys.first; m <= keys.last; ++m) {
-            const int end = keys.seq.q_length - m * C::M;
-            load_stage<typename C::QTile>(queries, tail, p.q_map, keys.seq.q_begin + m * C::M, head, packed ? 0 : keys.batch,
-                                          smem + C::LSE_SMEM, lse + m * C::M, packed && end < C::M, 0, end);
-            queries.advance();
+        for (int head = keys.head * f.group; head < (keys.head + 1) * f.group; ++head) {
+            const float* lse = p.backward.row_lse + head * p.backward.places + first_place_of(p.backward, keys.batch, keys.seq);
+#pragma unroll 1
+            for (int m = keys.first; m <= keys.last; ++m) {
+                const int end = keys.seq.q_length - m * C::M;
+                load_stage<typename C::QTile>(queries, tail, p.q_map, keys.seq.q_begin + m * C::M, head, packed ? 0 : keys.batch,
+                                              smem + C::LSE_SMEM, lse + m * C::M, packed && end < C::M, 0, end);
+                queries.advance();
+            }
         }
     }
 }
 
-// By another one: V, and dO of all tiles with their delta.
-template <class C> __device__ __forceinline__ void load_douts(const BackwardFa3Params& p, u32 smem) {
-    const KeyTile<C> keys(p.backward, block_index());
-    if (keys.last < keys.first) return;
-    Ring<typename C::TailStages> tail{smem + C::TAIL_SMEM + 32};
-    load_keys<C, typename C::VTile>(p, keys, p.v_map, smem + C::V_SMEM, smem + C::KEYS_FULL_SMEM, tail);
+// By another one: V, and dO with delta.
+template <class C> __device__ __forceinline__ void load_douts(const BackwardFa3Params& p, u32 smem, u32 tiles) {
+    Ring<typename C::TailStages> tail{smem + C::TAIL_SMEM + 16};
+    Ring<typename C::KStages> stage{smem + C::K_SMEM};
     Ring<typename C::GStages> douts{smem + C::G_SMEM};
     const PrefillParams& f = p.backward.prefill;
     const bool packed = f.cu_seqlens_q != nullptr;
-    const KeyRange live = keys.live_rows();
 #pragma unroll 1
-    for (int head = keys.head * f.group; head < (keys.head + 1) * f.group; ++head) {
-        const float* delta = p.backward.row_delta + head * p.backward.places + first_place_of(p.backward, keys.batch, keys.seq);
+    for (u32 n = block_index(); n < tiles; n += gridDim.x) {
+        const KeyTile<C> keys(p.backward, n);
+        if (keys.last < keys.first) continue;
+        load_keys<C, typename C::VTile>(p, keys, p.v_map, smem + C::V_SMEM, stage, tail);
+        stage.advance();
+        const KeyRange live = keys.live_rows();
 #pragma unroll 1
-        for (int m = keys.first; m <= keys.last; ++m) {
-            const int begin = live.begin - m * C::M, end = live.end - m * C::M;
-            const bool clear = begin > 0 || (end < C::M && (packed || live.end < keys.seq.q_length));
-            load_stage<typename C::GTile>(douts, tail, p.dout_map, keys.seq.q_begin + m * C::M, head, packed ? 0 : keys.batch,
-                                          smem + C::DELTA_SMEM, delta + m * C::M, clear, begin, end);
-            douts.advance();
+        for (int head = keys.head * f.group; head < (keys.head + 1) * f.group; ++head) {
+            const float* delta = p.backward.row_delta + head * p.backward.places + first_place_of(p.backward, keys.batch, keys.seq);
+#pragma unroll 1
+            for (int m = keys.first; m <= keys.last; ++m) {
+                const int begin = live.begin - m * C::M, end = live.end - m * C::M;
+                const bool clear = begin > 0 || (end < C::M && (packed || live.end < keys.seq.q_length));
+                load_stage<typename C::GTile>(douts, tail, p.dout_map, keys.seq.q_begin + m * C::M, head, packed ? 0 : keys.batch,
+                                              smem + C::DELTA_SMEM, delta + m * C::M, clear, begin, end);
+                douts.advance();
+            }
         }
     }
 }

@@ -19,10 +19,10 @@ template <class C> struct KeyTile {
     int whole_first, whole_end;  // of these, the tiles of queries that see all N keys
 
     // Longest tiles first, of as many heads as fit the L2 cache: a tile of the first keys is met by the most queries.
-    __device__ __forceinline__ KeyTile(const BackwardParams& p, u32 block) : visible(p.prefill, KeyRange{0, 0}) {
+    __device__ __forceinline__ KeyTile(const BackwardParams& p, u32 number) : visible(p.prefill, KeyRange{0, 0}) {
         const u32 heads = u32(p.prefill.heads_kv), pairs = u32(p.prefill.batch) * heads;
         const u32 section = u32(p.prefill.section), in_section = section * u32(p.n_tiles);
-        const u32 begin = block / in_section * section, rest = block % in_section, size = min(section, pairs - begin);
+        const u32 begin = number / in_section * section, rest = number % in_section, size = min(section, pairs - begin);
         const u32 pair = begin + rest % size;
         batch = int(pair / heads), head = int(pair % heads), key = int(rest / size) * C::N;
         seq = sequence(p.prefill, batch);

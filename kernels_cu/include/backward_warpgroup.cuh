@@ -12,34 +12,33 @@ template <class C> struct BackwardWarpgroup {
     const int number;
     const bool lead;  // the thread speaks for its warp
     const u32 smem;
-    float S_rmem[C::M / 8][4], dP_rmem[C::M / 8][4], dQ_rmem[C::DQ_QUERIES / 8][4];
+    float S_rmem[C::M / 8][4], dP_rmem[C::M / 8][4];  // dQ comes where scores were
     float dK_rmem[C::DQK / 8][4], dV_rmem[C::DV / 8][4];
     u32 P_rmem[C::M / 16][4], dS_rmem[C::M / 16][4];
     float* dq_gmem;   // where the warp's part of dQ of the tile before is added up; null if there is none
     u32 seen_first;   // how far the thread's first query of tile 0 is behind the first one that sees its first key
     u32 seen[2];      // queries that see each of its keys
-    u32 steps;        // that have been done: all stages are two, and taken in turn
+    u32 steps;        // that have been done: queries and dO have two stages
+    u32 handed;       // gradients of scores that have been added to dQ: they have two stages as well
 
     __device__ __forceinline__ BackwardWarpgroup(const BackwardParams& p, int number, u32 smem)
-        : p(p), number(number), lead(thread_index() % 32 == 0), smem(smem), dq_gmem(nullptr), steps(0) {
-#pragma unroll
-        for (int i = 0; i < C::DQK / 8; ++i)
-#pragma unroll
-            for (int c = 0; c < 4; ++c) dK_rmem[i][c] = 0.0f;
-#pragma unroll
-        for (int i = 0; i < C::DV / 8; ++i)
-#pragma unroll
-            for (int c = 0; c < 4; ++c) dV_rmem[i][c] = 0.0f;
+        : p(p), number(number), lead(thread_index() % 32 == 0), smem(smem), dq_gmem(nullptr), steps(0), handed(0) {
+        if (number == 1) end_turn();
     }
 
     // Of the eight that multiply.
-    static __device__ __forceinline__ int warp() { return uniform(thread_index() / 32) - 4; }
+    static __device__ __forceinline__ int warp() { return thread_index() / 32 - 4; }
+
+    // Its own part of the memory where dQ waits to be added, which is its at the end of a tile of keys, too.
+    __device__ __forceinline__ u32 part_smem() const { return smem + C::DQ_SMEM + warp() * C::PART_BYTES; }
 
     // The first of the thread's two keys, of the block's; the other one is 8 further.
     __device__ __forceinline__ int own_key() const { return number * 64 + thread_index() % 128 / 32 * 16 + thread_index() % 32 / 4; }
 
-    // All tiles of queries.
-    __device__ __forceinline__ void differentiate(const KeyTile<C>& keys) {
+    // All tiles of queries. Tiles of keys that have some are counted by `turn`.
+    __device__ __forceinline__ void differentiate(const KeyTile<C>& keys, u32 turn) {
+        clear(dK_rmem);
+        clear(dV_rmem);
         if (keys.last < keys.first) return;
         begin();
         const int key = keys.key + own_key();
@@ -50,12 +49,14 @@ template <class C> struct BackwardWarpgroup {
             const bool there = key + 8 * r >= keys.seq.kv_start && key + 8 * r < keys.seq.kv_length;
             seen[r] = there ? u32(positions.end) - u32(positions.begin) : 0;
         }
-        if (number == 1) end_turn();
-        mbarrier_wait(smem + C::KEYS_FULL_SMEM, 0);
+        const Ring<typename C::KStages> stage{smem + C::K_SMEM, 0, turn % 2};
+        stage.wait_full();
         constexpr int NUMBERS = C::M * C::DQK;  // of a tile of dq_sum
         float* own = p.dq_sum + warp() * (NUMBERS / 8);
 #pragma unroll 1
-        for (int head = keys.head * p.prefill.group; head < (keys.head + 1) * p.prefill.group; ++head) {
+        const int first_head = uniform(keys.head * p.prefill.group);
+#pragma unroll 1
+        for (int head = first_head; head < first_head + p.prefill.group; ++head) {
             float* to = own + ((head * p.places + first_place_of(p, keys.batch, keys.seq)) / C::M + keys.first) * NUMBERS;
             int m = keys.first;
             for (int cut = keys.whole_first; m <= keys.last; cut = keys.last + 1) {
@@ -65,10 +66,15 @@ template <class C> struct BackwardWarpgroup {
                 for (; m < keys.whole_end; ++m, to += NUMBERS) step<false>(m, to);
             }
         }
-        wgmma_fence();
         add_to_dq();
         wgmma_wait<0>();
+        stage.release(lead);
         add_up();
+        dq_gmem = nullptr;
+    }
+
+    // Behind the last tile of keys.
+    __device__ __forceinline__ void end() {
         if (lead) additions_wait();
         if (number == 0) begin_turn();  // which the other one has ended
     }
@@ -79,12 +85,19 @@ template <class C> struct BackwardWarpgroup {
     __device__ __forceinline__ Ring<typename C::QStages> queries() const { return at<typename C::QStages>(C::Q_SMEM, steps); }
     __device__ __forceinline__ Ring<typename C::GStages> douts() const { return at<typename C::GStages>(C::G_SMEM, steps); }
     // Gradients of scores: those of the step before, and those of this one. There are some before the first step.
-    __device__ __forceinline__ Ring<typename C::SStages> before() const { return at<typename C::SStages>(C::S_SMEM, steps); }
-    __device__ __forceinline__ Ring<typename C::SStages> now() const { return at<typename C::SStages>(C::S_SMEM, steps + 1); }
+    __device__ __forceinline__ Ring<typename C::SStages> before() const { return at<typename C::SStages>(C::S_SMEM, handed); }
+    __device__ __forceinline__ Ring<typename C::SStages> now() const { return at<typename C::SStages>(C::S_SMEM, handed + 1); }
 
   private:
     __device__ __forceinline__ void begin_turn() const { block_barrier<256>(1 + number); }
     __device__ __forceinline__ void end_turn() const { block_barrier_arrive<256>(2 - number); }
+
+    template <int N> static __device__ __forceinline__ void clear(float (&x)[N][4]) {
+#pragma unroll
+        for (int i = 0; i < N; ++i)
+#pragma unroll
+            for (int c = 0; c < 4; ++c) x[i][c] = 0.0f;
+    }
 
     // Gradients of 0, which the first product for dQ takes: without it the loop would have another first step.
     __device__ __forceinline__ void begin() {
@@ -100,7 +113,6 @@ template <class C> struct BackwardWarpgroup {
         using G = typename C::GTile;
         queries().wait_full();
         begin_turn();
-        wgmma_fence();
         multiply<typename C::KTile, Q, C::DQK>(S_rmem, place(C::K_SMEM), queries().stage_smem());
         douts().wait_full();
         multiply<typename C::VTile, G, C::DV>(dP_rmem, place(C::V_SMEM), douts().stage_smem());
@@ -111,15 +123,15 @@ template <class C> struct BackwardWarpgroup {
         differentiate_scores<MASKED>();
         write(now());
         begin_turn();
-        wgmma_fence();
+        add_to_dq();
         add<G, C::DV>(dV_rmem, P_rmem, douts().stage_smem());
         add<Q, C::DQK>(dK_rmem, dS_rmem, queries().stage_smem());
-        add_to_dq();
         end_turn();
+        wgmma_wait<2>();
+        add_up();
         wgmma_wait<0>();
         queries().release(lead);
         douts().release(lead);
-        add_up();
         dq_gmem = to;
         ++steps;
     }
@@ -132,6 +144,7 @@ template <class C> struct BackwardWarpgroup {
         constexpr int PER_BLOCK = 4;
         const WgmmaMatrix<A> a(a_smem + number * 64 * A::ROW_BYTES);
         const WgmmaMatrix<B> b(b_smem);
+        wgmma_fence();
 #pragma unroll
         for (int i = 0; i < D / 16; ++i) {
             const int block = i / PER_BLOCK, column = i % PER_BLOCK * 32;
@@ -143,6 +156,7 @@ template <class C> struct BackwardWarpgroup {
     // 64 keys by D columns: += the thread's numbers of keys by queries times rows of queries.
     template <class B, int D> __device__ __forceinline__ void add(float (&to)[D / 8][4], const u32 (&a)[C::M / 16][4], u32 b_smem) {
         const WgmmaMatrix<B> b(b_smem);
+        wgmma_fence();
 #pragma unroll
         for (int k = 0; k < C::M / 16; ++k) wgmma_rs(In(), Columns<D>(), to, a[k], b.at(k * 16 * B::ROW_BYTES), true);
         wgmma_commit();
@@ -155,26 +169,26 @@ template <class C> struct BackwardWarpgroup {
         before().wait_full();
         const WgmmaMatrix<K> k(place(C::K_SMEM) + (C::DQ_BY_QUERIES ? 0 : number * K::BLOCK_BYTES));
         const WgmmaMatrix<S> s(before().stage_smem() + (C::DQ_BY_QUERIES ? number * (C::DQ_QUERIES / S::BLOCK) * S::BLOCK_BYTES : 0));
+        wgmma_fence();
 #pragma unroll
         for (int i = 0; i < C::N / 16; ++i)
-            wgmma_tt(In(), Columns<C::DQ_QUERIES>(), dQ_rmem, k.at(i * 16 * K::ROW_BYTES), s.at(i * 16 * S::ROW_BYTES), i != 0);
+            wgmma_tt(In(), Columns<C::DQ_QUERIES>(), S_rmem, k.at(i * 16 * K::ROW_BYTES), s.at(i * 16 * S::ROW_BYTES), i != 0);
         wgmma_commit();
     }
 
     // It is there.
     __device__ __forceinline__ void add_up() {
         before().release(lead);
+        ++handed;
         if (dq_gmem == nullptr) return;
-        constexpr u32 BYTES = C::M * C::DQK / 8 * 4;
-        const u32 part_smem = smem + C::DQ_SMEM + warp() * BYTES;
         if (lead) additions_wait();
         __syncwarp();
 #pragma unroll
         for (int j = 0; j < C::DQ_QUERIES / 8; ++j)
-            store_smem(part_smem + j * 512 + thread_index() % 32 * 16, dQ_rmem[j][0], dQ_rmem[j][1], dQ_rmem[j][2], dQ_rmem[j][3]);
+            store_smem(part_smem() + j * 512 + thread_index() % 32 * 16, S_rmem[j][0], S_rmem[j][1], S_rmem[j][2], S_rmem[j][3]);
         async_proxy_fence();
         __syncwarp();
-        if (lead) add_bytes(dq_gmem, part_smem, BYTES);
+        if (lead) add_bytes(dq_gmem, part_smem(), C::PART_BYTES);
     }
 
     // Scores -> weights. A lane has two keys, 8 apart, and of every 8 queries 2 (l % 4) and the next one.

@@ -12,8 +12,10 @@ from .emulate import EmulationError, Emulator, tensor_maps
 from .guarded import Guarded, Side
 
 
-def run(emulator: Emulator, problem: Problem, chosen: cuda_backward_fa3.Instance, info: DeviceInfo, side: Side = "end") -> Gradients:
-    """Gradients in canonical axis order. Workspace and gradients hold NaN before."""
+def run(
+    emulator: Emulator, problem: Problem, chosen: cuda_backward_fa3.Instance, info: DeviceInfo, side: Side = "end", blocks: int = 2,
+) -> Gradients:
+    """Gradients in canonical axis order. Workspace and gradients hold NaN before. ``blocks``: that share the tiles of keys."""
     inputs = {
         name: Guarded(a, side, aligned=True) for name in ("q", "k", "v", "out", "lse", "dout", "dlse") if (a := getattr(problem, name)) is not None
     }
@@ -35,7 +37,9 @@ def run(emulator: Emulator, problem: Problem, chosen: cuda_backward_fa3.Instance
     )
     with tensor_maps():
         whole = cuda_backward_fa3.pack(moved, chosen, params)
-    for source, kind, grid, threads, shared in cuda_backward.kernels(problem, chosen):
+    for source, kind, grid, threads, shared in cuda_backward.kernels(problem, chosen, info):
+        if kind != "BackwardParams":
+            grid = min(grid, blocks)
         library = emulator.prepare_source(source, kind, 900).result()
         try:
             emulator.execute(library, whole if kind != "BackwardParams" else params, grid, threads, shared, {**inputs, **results, **small, **work})
