@@ -30,7 +30,9 @@ template <class Out, class Grad, int LANES, bool VECTOR> __device__ __forceinlin
     const Sequence seq = sequence(f, batch);
     const int first_row = int(first - first_place_of(p, batch, seq)), lane = threadIdx.x % LANES;
     const i64 entry = f.cu_seqlens_q ? 0 : batch;
-#pragma unroll 1
+    float4* sums = reinterpret_cast<float4*>(p.dq_sum + (head * p.places + first) * p.dq_columns);
+    for (int i = threadIdx.x; i < PREPARE_ROWS * p.dq_columns / 4; i += PREPARE_THREADS) sums[i] = float4{0.0f, 0.0f, 0.0f, 0.0f};
+#pragma unroll
     for (int i = threadIdx.x / LANES; i < PREPARE_ROWS; i += PREPARE_THREADS / LANES) {
         const int row = first_row + i;
         const bool here = row < seq.q_length;
@@ -63,6 +65,4 @@ template <class Out, class Grad, int LANES, bool VECTOR> __device__ __forceinlin
             p.row_delta[place] = delta;
         }
     }
-    float4* sums = reinterpret_cast<float4*>(p.dq_sum + (head * p.places + first) * p.dq_columns);
-    for (int i = threadIdx.x; i < PREPARE_ROWS * p.dq_columns / 4; i += PREPARE_THREADS) sums[i] = float4{0.0f, 0.0f, 0.0f, 0.0f};
 }

@@ -20,7 +20,7 @@ from .cuda_instance import CUDA_TYPES, MASK_LEFT, MASK_LENGTH, MASK_RIGHT, SHORT
 
 PREPARE_ROWS, PREPARE_THREADS = 32, 256  # as backward_prepare.cu has them
 CONVERT_THREADS = 256
-WORK = ("row_lse", "row_delta", "dq_sum")
+FEW_TILES = 4
 
 
 def work_sizes(problem: Problem, chosen: cuda_backward_fa3.Instance) -> dict[str, int]:
@@ -55,11 +55,13 @@ def pack(
 def kernels(
     problem: Problem, chosen: cuda_backward_fa3.Instance, info: DeviceInfo,
 ) -> list[tuple[jit.Source, str, int, int, int]]:
-    """What is launched: source, type of the struct, blocks, threads, bytes of shared memory. Blocks take one tile of keys after the other."""
+    """What is launched: source, type of the struct, blocks, threads, bytes of shared memory."""
     places = structs.places(problem, chosen.tile.m)
     vector = structs.copy_bytes((problem.out, problem.dout)) == 16
     prepare = prepare_source(name_of(problem.out.dtype), name_of(problem.dout.dtype), 8 if problem.head_dim_v <= 64 else 16, vector)
-    blocks = min(problem.batch * problem.heads_kv * n_tiles(problem), info.multiprocessors)
+    blocks = problem.batch * problem.heads_kv * n_tiles(problem)
+    if chosen.mask == MASK_LENGTH or n_tiles(problem) <= FEW_TILES:  # of equal length, or of little work beside what a block's start takes
+        blocks = min(blocks, info.multiprocessors)
     tiles = problem.heads_q * (places // chosen.tile.m)
     return [
         (prepare, "BackwardParams", problem.heads_q * (places // PREPARE_ROWS), PREPARE_THREADS, 0),

@@ -12,18 +12,24 @@ template <class C> struct BackwardWarpgroup {
     const int number;
     const bool lead;  // the thread speaks for its warp
     const u32 smem;
-    float S_rmem[C::M / 8][4], dP_rmem[C::M / 8][4];  // dQ comes where scores were
+    float S_rmem[C::M / 8][4], dP_rmem[C::M / 8][4], dQ_rmem[C::DQ_BY_QUERIES ? C::DQ_QUERIES / 8 : 1][4];
     float dK_rmem[C::DQK / 8][4], dV_rmem[C::DV / 8][4];
     u32 P_rmem[C::M / 16][4], dS_rmem[C::M / 16][4];
-    float* dq_gmem;   // where the warp's part of dQ of the tile before is added up; null if there is none
+    int dq_tile;      // of dq_sum, to which the product for the step before belongs; below 0 if there is none
     u32 seen_first;   // how far the thread's first query of tile 0 is behind the first one that sees its first key
     u32 seen[2];      // queries that see each of its keys
     u32 steps;        // that have been done: queries and dO have two stages
     u32 handed;       // gradients of scores that have been added to dQ: they have two stages as well
 
     __device__ __forceinline__ BackwardWarpgroup(const BackwardParams& p, int number, u32 smem)
-        : p(p), number(number), lead(thread_index() % 32 == 0), smem(smem), dq_gmem(nullptr), steps(0), handed(0) {
+        : p(p), number(number), lead(thread_index() % 32 == 0), smem(smem), dq_tile(-1), steps(0), handed(0) {
         if (number == 1) end_turn();
+    }
+
+    // Sums for dQ: where scores were, if registers are short.
+    __device__ __forceinline__ auto& dq_sums() {
+        if constexpr (C::DQ_BY_QUERIES) return dQ_rmem;
+        else return S_rmem;
     }
 
     // Of the eight that multiply.
@@ -51,26 +57,24 @@ template <class C> struct BackwardWarpgroup {
         }
         const Ring<typename C::KStages> stage{smem + C::K_SMEM, 0, turn % 2};
         stage.wait_full();
-        constexpr int NUMBERS = C::M * C::DQK;  // of a tile of dq_sum
-        float* own = p.dq_sum + warp() * (NUMBERS / 8);
 #pragma unroll 1
         const int first_head = uniform(keys.head * p.prefill.group);
 #pragma unroll 1
         for (int head = first_head; head < first_head + p.prefill.group; ++head) {
-            float* to = own + ((head * p.places + first_place_of(p, keys.batch, keys.seq)) / C::M + keys.first) * NUMBERS;
+            const int first_tile = uniform(int((head * p.places + first_place_of(p, keys.batch, keys.seq)) / C::M));
             int m = keys.first;
             for (int cut = keys.whole_first; m <= keys.last; cut = keys.last + 1) {
 #pragma unroll 1
-                for (; m < cut; ++m, to += NUMBERS) step<true>(m, to);
+                for (; m < cut; ++m) step<true>(m, first_tile + m);
 #pragma unroll 1
-                for (; m < keys.whole_end; ++m, to += NUMBERS) step<false>(m, to);
+                for (; m < keys.whole_end; ++m) step<false>(m, first_tile + m);
             }
         }
         add_to_dq();
         wgmma_wait<0>();
         stage.release(lead);
         add_up();
-        dq_gmem = nullptr;
+        dq_tile = -1;
     }
 
     // Behind the last tile of keys.
@@ -108,7 +112,7 @@ template <class C> struct BackwardWarpgroup {
         write(before());
     }
 
-    template <bool MASKED> __device__ __forceinline__ void step(int m, float* to) {
+    template <bool MASKED> __device__ __forceinline__ void step(int m, int tile) {
         using Q = typename C::QTile;
         using G = typename C::GTile;
         queries().wait_full();
@@ -132,7 +136,7 @@ template <class C> struct BackwardWarpgroup {
         wgmma_wait<0>();
         queries().release(lead);
         douts().release(lead);
-        dq_gmem = to;
+        dq_tile = tile;
         ++steps;
     }
 
@@ -172,7 +176,7 @@ template <class C> struct BackwardWarpgroup {
         wgmma_fence();
 #pragma unroll
         for (int i = 0; i < C::N / 16; ++i)
-            wgmma_tt(In(), Columns<C::DQ_QUERIES>(), S_rmem, k.at(i * 16 * K::ROW_BYTES), s.at(i * 16 * S::ROW_BYTES), i != 0);
+            wgmma_tt(In(), Columns<C::DQ_QUERIES>(), dq_sums(), k.at(i * 16 * K::ROW_BYTES), s.at(i * 16 * S::ROW_BYTES), i != 0);
         wgmma_commit();
     }
 
@@ -180,15 +184,15 @@ template <class C> struct BackwardWarpgroup {
     __device__ __forceinline__ void add_up() {
         before().release(lead);
         ++handed;
-        if (dq_gmem == nullptr) return;
+        if (dq_tile < 0) return;
         if (lead) additions_wait();
         __syncwarp();
 #pragma unroll
         for (int j = 0; j < C::DQ_QUERIES / 8; ++j)
-            store_smem(part_smem() + j * 512 + thread_index() % 32 * 16, S_rmem[j][0], S_rmem[j][1], S_rmem[j][2], S_rmem[j][3]);
+            store_smem(part_smem() + j * 512 + thread_index() % 32 * 16, dq_sums()[j][0], dq_sums()[j][1], dq_sums()[j][2], dq_sums()[j][3]);
         async_proxy_fence();
         __syncwarp();
-        if (lead) add_bytes(dq_gmem, part_smem(), C::PART_BYTES);
+        if (lead) add_bytes(p.dq_sum + i64(dq_tile) * (C::M * C::DQK) + warp() * (C::PART_BYTES / 4), part_smem(), C::PART_BYTES);
     }
 
     // Scores -> weights. A lane has two keys, 8 apart, and of every 8 queries 2 (l % 4) and the next one.
