@@ -11,7 +11,8 @@ template <class In, int M, int COLUMNS> __device__ __forceinline__ void backward
     static_assert(COLUMNS == 64 || COLUMNS == 128, "");
     __shared__ __align__(16) u16 rows_smem[QUERIES * PITCH];
     const PrefillParams& f = p.prefill;
-    const u32 part = block_index() % 2, tiles = u32(p.places / M), tile = block_index() / 2 % tiles, head = block_index() / 2 / tiles;
+    const u32 part = block_index() % 2, head = block_index() / 2 % u32(f.heads_q), tile = block_index() / 2 / u32(f.heads_q);
+    const u32 tiles = u32(p.places / M);
     const float4* sums = reinterpret_cast<const float4*>(p.dq_sum + (i64(head) * tiles + tile) * M * COLUMNS + part * QUERIES * 64);
     for (int i = threadIdx.x; i < QUERIES / 8 * 128; i += CONVERT_THREADS) {
         const float4 x = sums[i];

@@ -24,8 +24,8 @@ template <class A, class B> __device__ __forceinline__ float dot2(u32 x, u32 y) 
 // Out, Grad: types of out and dout. LANES have a row. VECTOR: both can be read 16 bytes at a time.
 template <class Out, class Grad, int LANES, bool VECTOR> __device__ __forceinline__ void backward_prepare(const BackwardParams& p) {
     const PrefillParams& f = p.prefill;
-    const u32 per_head = u32(p.places / PREPARE_ROWS), head = block_index() / per_head;
-    const i64 first = i64(block_index() % per_head) * PREPARE_ROWS;
+    const u32 head = block_index() % u32(f.heads_q);  // rows of all heads are mostly neighbours in memory
+    const i64 first = i64(block_index() / u32(f.heads_q)) * PREPARE_ROWS;
     const int batch = batch_of_tile(p, int(first / p.tile_rows));
     const Sequence seq = sequence(f, batch);
     const int first_row = int(first - first_place_of(p, batch, seq)), lane = threadIdx.x % LANES;

@@ -128,9 +128,7 @@ def run(plan: Plan, problem: Problem, pointers: Mapping[str, int]) -> Gradients:
     chosen, place = plan.extra, problem.q.device
     info = device.probe(place)
     found = {f"d{name}": _like(getattr(problem, name)) for name in "qkv"}
-    if problem.varlen:  # rows of no sequence
-        for name, cu in (("dq", problem.cu_seqlens_q), ("dk", problem.cu_seqlens_k), ("dv", problem.cu_seqlens_k)):
-            found[name][int(cu[-1]) if isinstance(cu, np.ndarray) else 0 :] = 0
+    clear_slack(problem, found)
     sizes = work_sizes(problem, chosen)
     memory = cupy.empty(sum(sizes.values()), np.float32)
     work, at = {}, 0
@@ -143,6 +141,13 @@ def run(plan: Plan, problem: Problem, pointers: Mapping[str, int]) -> Gradients:
         step = launch.Step(jit.function(source, place, shared), grid, threads, shared)
         launch.launch(step, params if kind == "BackwardParams" else whole, stream)
     return Gradients(**found, dsinks=None if problem.sinks is None else _dsinks(problem, work))
+
+
+def clear_slack(problem: Problem, gradients: Mapping[str, Any]) -> None:
+    """0 into the rows of packed gradients that belong to no sequence; into all where only the device knows which do."""
+    if problem.varlen:
+        for name, cu in (("dq", problem.cu_seqlens_q), ("dk", problem.cu_seqlens_k), ("dv", problem.cu_seqlens_k)):
+            gradients[name][int(cu[-1]) if isinstance(cu, np.ndarray) else 0 :] = 0
 
 
 def _like(a: ArrayView) -> Any:

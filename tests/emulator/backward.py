@@ -25,6 +25,7 @@ def run(
         f"d{name}": np.frombuffer(b"\xff" * a.array.nbytes, a.dtype).reshape(a.shape).copy()
         for name, a in (("q", problem.q), ("k", problem.k), ("v", problem.v))
     }
+    cuda_backward.clear_slack(problem, found)
     results = {name: Guarded(arrays.view(a, name), side, writable=True) for name, a in found.items()}
     work = {
         name: Guarded(arrays.view(np.full(size, np.nan, np.float32), name), side, writable=True)
