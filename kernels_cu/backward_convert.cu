@@ -32,7 +32,8 @@ template <class In, int M, int COLUMNS> __device__ __forceinline__ void backward
     for (int i = threadIdx.x; i < QUERIES * 8; i += CONVERT_THREADS) {
         const int row = first_row + i / 8, column = first_column + i % 8 * 8;
         if (row >= seq.q_length || column >= f.head_dim) continue;
-        u16* to = static_cast<u16*>(p.dq) + entry * p.dq_stride.batch + (seq.q_begin + row) * p.dq_stride.row + i64(head) * p.dq_stride.head;
+        u16* to = static_cast<u16*>(p.dq) + entry * p.dq_stride.batch + i64(head) * p.dq_stride.head +
+            (seq.q_begin + row) * p.dq_stride.row;
         *reinterpret_cast<uint4*>(to + column) = *reinterpret_cast<const uint4*>(rows_smem + i / 8 * PITCH + i % 8 * 8);
     }
 }

@@ -1,5 +1,5 @@
-// The backward pass on Hopper (sm_90a), 16-bit numbers, head sizes up to 128: TMA copies, products of warpgroups (wgmma) from shared memory,
-// and warps that only load. After Shah et al. 2024, FlashAttention-3; recomputation from the log-sum-exp as in Dao 2022, FlashAttention.
+// The backward pass on Hopper (sm_90a), 16-bit numbers, head sizes up to 128: TMA copies, products of warpgroups (wgmma) from shared
+// memory, and warps that only load. After Shah et al. 2024, FlashAttention-3; recomputation from the log-sum-exp as in Dao et al. 2022.
 #include "include/backward_finish.cuh"
 
 template <int STAGES_, int BYTES, int BARRIERS> struct Stages {
@@ -18,8 +18,9 @@ template <class In_, int DQK_, int DV_, int M_, int STAGES, int MASK_> struct Ba
     using KTile = SmemTile<N, DQK>;
     using VTile = SmemTile<N, DV>;
     using STile = SmemTile<N, M>;  // gradients of scores
-    static constexpr int K_SMEM = 0, V_SMEM = K_SMEM + KTile::BYTES, Q_SMEM = V_SMEM + VTile::BYTES, G_SMEM = Q_SMEM + STAGES * QTile::BYTES;
-    static constexpr int S_SMEM = G_SMEM + STAGES * GTile::BYTES, LSE_SMEM = S_SMEM + 2 * STile::BYTES, DELTA_SMEM = LSE_SMEM + STAGES * M * 4;
+    static constexpr int K_SMEM = 0, V_SMEM = K_SMEM + KTile::BYTES, Q_SMEM = V_SMEM + VTile::BYTES;
+    static constexpr int G_SMEM = Q_SMEM + STAGES * QTile::BYTES, S_SMEM = G_SMEM + STAGES * GTile::BYTES;
+    static constexpr int LSE_SMEM = S_SMEM + 2 * STile::BYTES, DELTA_SMEM = LSE_SMEM + STAGES * M * 4;
     static constexpr int PART_BYTES = M * DQK / 8 * 4;  // of dQ, of a warp
     static constexpr int DQ_SMEM = DELTA_SMEM + STAGES * M * 4, BARRIERS_SMEM = DQ_SMEM + 8 * PART_BYTES;
     static constexpr int TAIL_SMEM = BARRIERS_SMEM + 16 * (2 * STAGES + 3), SMEM_BYTES = TAIL_SMEM + 32;

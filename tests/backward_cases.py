@@ -16,7 +16,10 @@ CASES = (
     case("window-left", "1,300,300,1,1,128", fixed(window=(130, -1))),
     case("window-right", "1,300,300,1,1,64", fixed(window=(-1, 40))),
     case("window-causal-more-rows", "1,500,200,1,1,64", fixed(window=(64, 0), causal=True)),
-    *(case(f"heads-{d}-{dv}", f"1,140,150,2,1,{d},{dv}", causal) for d, dv in ((8, 8), (40, 64), (72, 72), (96, 128), (64, 128), (48, 104))),
+    *(
+        case(f"heads-{d}-{dv}", f"1,140,150,2,1,{d},{dv}", causal)
+        for d, dv in ((8, 8), (40, 64), (72, 72), (96, 128), (64, 128), (48, 104))
+    ),
     *(case(f"groups-{h}-{hk}", f"2,100,150,{h},{hk},64", causal) for h, hk in ((4, 2), (6, 2), (5, 1))),
     case("groups-128", "1,100,300,6,2,128"),
     case("batch-heads-first", "3,100,140,3,3,128", causal, layout="BHSD"),
@@ -31,6 +34,6 @@ CASES = (
     case("scale-negative", "1,100,150,1,1,64", fixed(scale=-0.3), causal),
     case("scale-zero", "1,100,150,1,1,128", fixed(scale=0.0)),
     case("heads-of-packed", "2,150,150,2,2,64", causal, strides="heads_of_packed"),
-)  # fmt: skip
+)
 RUNS = [(c, DTYPES[n % 2]) for n, c in enumerate(CASES)]
 IDS = [f"{c.name}-{d.name}" for c, d in RUNS]

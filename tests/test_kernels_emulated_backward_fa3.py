@@ -50,7 +50,8 @@ def test_gradients(emulator, case, dtype):
 
 def operands(sizes, dtype, d=64):
     b, sq, sk, h = sizes
-    return [np.random.default_rng(n).standard_normal(s).astype(dtype) for n, s in enumerate(((b, sq, h, d), (b, sk, h, d), (b, sk, h, d), (b, sq, h, d)))]
+    shapes = (b, sq, h, d), (b, sk, h, d), (b, sk, h, d), (b, sq, h, d)
+    return [np.random.default_rng(n).standard_normal(s).astype(dtype) for n, s in enumerate(shapes)]
 
 
 def gradients(emulator, dout, q, k, v, out, lse, blocks=2, **options):

@@ -395,6 +395,7 @@ def instances(arch: str) -> Iterator[jit.Source]:
         yield clear_source(2, 4, flat)
     for itemsize in (4, 8):
         yield clear_source(itemsize, itemsize, False)
+    yield from cuda_backward.instances(representative(arch))
     yield from naive_cuda.instances(arch)
     yield from cuda_append.instances(arch)
     yield from cuda_merge.instances(arch)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -30,7 +30,7 @@ def work_sizes(problem: Problem, chosen: cuda_backward_fa3.Instance) -> dict[str
 
 
 def section(problem: Problem, info: DeviceInfo) -> int:
-    """(batch, key head) pairs whose tiles of keys are handed out together: as many as fit most of the L2 cache with what the tiles share."""
+    """(batch, key head) pairs whose tiles of keys are handed out together: as many as fit the L2 cache with what their tiles share."""
     pairs = max(1, problem.batch * problem.heads_kv)
     row = problem.q.dtype.itemsize * (problem.head_dim + problem.head_dim_v) + 4 * problem.head_dim
     most = max(1, min(pairs, info.l2_bytes * 3 // 4 // max(1, row * problem.seqlen_q * problem.group_size)))
@@ -90,8 +90,17 @@ def prepare_source(out: str, dout: str, lanes: int, vector: bool) -> jit.Source:
 @functools.cache
 def convert_source(dtype: str, rows: int, columns: int) -> jit.Source:
     """The kernel that turns sums for dQ, in tiles of so many rows, into rows of this dtype."""
-    name = f"backward_convert_{SHORT_TYPES[dtype]}_m{rows}d{columns}"
-    return jit.Source("backward_convert.cu", _stub(f"backward_convert<{CUDA_TYPES[dtype]}, {rows}, {columns}>", name, CONVERT_THREADS), name)
+    name, function = f"backward_convert_{SHORT_TYPES[dtype]}_m{rows}d{columns}", f"backward_convert<{CUDA_TYPES[dtype]}, {rows}, {columns}>"
+    return jit.Source("backward_convert.cu", _stub(function, name, CONVERT_THREADS), name)
+
+
+def instances(info: DeviceInfo) -> Iterator[jit.Source]:
+    """The common kernels for a GPU."""
+    for chosen in cuda_backward_fa3.common(info):
+        yield chosen.source
+    for chosen in {(i.dtype, i.tile.m, i.d): i for i in cuda_backward_fa3.common(info)}.values():
+        yield prepare_source(chosen.dtype, chosen.dtype, 8 if chosen.dv <= 64 else 16, True)
+        yield convert_source(chosen.dtype, chosen.tile.m, chosen.d)
 
 
 def workspace(problem: Problem, chosen: cuda_backward_fa3.Instance) -> int:

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from .. import structs, tensor_map, tiles, wgmma
+from .. import structs, tensor_map, wgmma
 from ..device import DeviceInfo
 from ..types import Problem, name_of
 from . import cuda_fa3
-from .cuda_instance import CUDA_TYPES, MASK_LENGTH, MASK_RIGHT, SCORE_PLAIN, PrefillInstance
+from .cuda_instance import CUDA_TYPES, MASK_LENGTH, MASK_RIGHT, PrefillInstance
 
 TYPES = ("float16", "bfloat16")
 LARGEST_HEAD = 128
@@ -101,8 +101,8 @@ def pack(problem: Problem, chosen: Instance, backward: np.ndarray) -> np.ndarray
     """The struct of the launch, with that of the others in it."""
     p = tensor_map.aligned(bytes(structs.BACKWARD_FA3_PARAMS.itemsize)).view(structs.BACKWARD_FA3_PARAMS)
     p["backward"] = backward
-    rows = {"q_map": (problem.q, chosen.tile.m), "k_map": (problem.k, KEYS), "v_map": (problem.v, KEYS), "dout_map": (problem.dout, chosen.tile.m)}
-    for name, (a, n) in rows.items():
+    boxes = ((problem.q, chosen.tile.m), (problem.k, KEYS), (problem.v, KEYS), (problem.dout, chosen.tile.m))
+    for name, (a, n) in zip(structs.BACKWARD_MAPS, boxes, strict=True):
         p[name] = np.void(tensor_map.tensor_map(*cuda_fa3._box(a, n)).at(a.pointer))
     return p
 

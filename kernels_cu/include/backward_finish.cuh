@@ -3,7 +3,8 @@
 
 // The warp's sums, times a factor, through memory of its own to rows of an array.
 template <class C, int D> __device__ __forceinline__ void store_rows(
-    const BackwardWarpgroup<C>& g, const KeyTile<C>& keys, const float (&sum)[D / 8][4], float factor, void* to, const Strides& s, int columns) {
+    const BackwardWarpgroup<C>& g, const KeyTile<C>& keys, const float (&sum)[D / 8][4], float factor, void* to, const Strides& s,
+    int columns) {
     using Tile = SmemTile<16, D>;
     static_assert(Tile::BYTES <= C::PART_BYTES, "");
     const int lane = thread_index() % 32, first_key = keys.key + g.number * 64 + thread_index() % 128 / 32 * 16;

@@ -1,4 +1,4 @@
-// The warps of a block of backward_fa3.cu that load: keys and values once, then tiles of queries and of dO with what is known of their rows.
+// The warps of a block of backward_fa3.cu that load: keys and values, then tiles of queries and of dO with what is known of their rows.
 #include "include/backward_tile.cuh"
 #include "include/layout.cuh"
 #include "include/ptx.cuh"
@@ -28,8 +28,8 @@ template <class Tile> __device__ __forceinline__ void clear_outside(u32 smem, in
 // By a warp: a tile of rows of one head into a stage, and its numbers of each row. Rows outside begin..end - 1 of the tile become 0, if
 // `clear`; `tail` is a barrier of the warp's own for what is not yet as it should be.
 template <class Tile, class Stages, class Tail> __device__ __forceinline__ void load_stage(
-    const Ring<Stages>& stages, Ring<Tail>& tail, const TensorMap& map, int row, int head, int batch, u32 numbers_smem, const float* numbers,
-    bool clear, int begin, int end) {
+    const Ring<Stages>& stages, Ring<Tail>& tail, const TensorMap& map, int row, int head, int batch, u32 numbers_smem,
+    const float* numbers, bool clear, int begin, int end) {
     stages.wait_empty();
     const u32 barrier = clear ? tail.full() : stages.full();
     if (thread_index() % 32 == 0) {

@@ -15,7 +15,8 @@ __device__ __forceinline__ int batch_of_tile(const BackwardParams& p, int tile) 
     int begin = 0, end = p.prefill.batch;  // it is in [begin, end)
     while (end - begin > 1) {
         const int middle = (begin + end) / 2;
-        if (clamp(index_at(p.prefill, p.prefill.cu_seqlens_q, 1, middle), 0, p.prefill.q_rows) / p.tile_rows + middle <= tile) begin = middle;
+        const int row = clamp(index_at(p.prefill, p.prefill.cu_seqlens_q, 1, middle), 0, p.prefill.q_rows);
+        if (row / p.tile_rows + middle <= tile) begin = middle;
         else end = middle;
     }
     return begin;

@@ -166,7 +166,7 @@ template <class C> struct BackwardWarpgroup {
         wgmma_commit();
     }
 
-    // dQ^T of the tile before: K^T dS^T, this warpgroup's part of it, 64 columns of all queries or, where there are no more, of half of them.
+    // dQ^T of the tile before: K^T dS^T, this warpgroup's part: 64 columns of all queries or, where there are no more, of half of them.
     __device__ __forceinline__ void add_to_dq() {
         using K = typename C::KTile;
         using S = typename C::STile;
@@ -189,7 +189,7 @@ template <class C> struct BackwardWarpgroup {
         __syncwarp();
 #pragma unroll
         for (int j = 0; j < C::DQ_QUERIES / 8; ++j)
-            store_smem(part_smem() + j * 512 + thread_index() % 32 * 16, dq_sums()[j][0], dq_sums()[j][1], dq_sums()[j][2], dq_sums()[j][3]);
+            store_smem(part_smem() + j * 512 + thread_index() % 32 * 16, dq_sums()[j]);
         async_proxy_fence();
         __syncwarp();
         if (lead) add_bytes(p.dq_sum + i64(dq_tile) * (C::M * C::DQK) + warp() * (C::PART_BYTES / 4), part_smem(), C::PART_BYTES);

@@ -16,9 +16,8 @@ def run(
     emulator: Emulator, problem: Problem, chosen: cuda_backward_fa3.Instance, info: DeviceInfo, side: Side = "end", blocks: int = 2,
 ) -> Gradients:
     """Gradients in canonical axis order. Workspace and gradients hold NaN before. ``blocks``: that share the tiles of keys."""
-    inputs = {
-        name: Guarded(a, side, aligned=True) for name in ("q", "k", "v", "out", "lse", "dout", "dlse") if (a := getattr(problem, name)) is not None
-    }
+    names = ("q", "k", "v", "out", "lse", "dout", "dlse")
+    inputs = {name: Guarded(a, side, aligned=True) for name in names if (a := getattr(problem, name)) is not None}
     small = {name: Guarded(arrays.view(value, name), side) for name, value in structs.small_arrays(problem).items()}
     small |= {name: Guarded(getattr(problem, name), side) for name in problem.indices_on_device}
     found = {
@@ -43,7 +42,8 @@ def run(
             grid = min(grid, blocks)
         library = emulator.prepare_source(source, kind, 900).result()
         try:
-            emulator.execute(library, whole if kind != "BackwardParams" else params, grid, threads, shared, {**inputs, **results, **small, **work})
+            given = params if kind == "BackwardParams" else whole
+            emulator.execute(library, given, grid, threads, shared, {**inputs, **results, **small, **work})
         except EmulationError as error:
             raise EmulationError(f"{source.name}, {error}") from None
     for a in results.values():
