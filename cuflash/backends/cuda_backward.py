@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from .. import arrays, device, jit, launch, structs
+from .. import device, jit, launch, structs
 from ..device import DeviceInfo
 from ..types import UNBOUNDED, ArrayView, Gradients, Plan, Problem, name_of
 from . import cuda_backward_fa3
@@ -143,7 +143,7 @@ def run(plan: Plan, problem: Problem, pointers: Mapping[str, int]) -> Gradients:
     work, at = {}, 0
     for name, size in sizes.items():
         work[name], at = memory[at : at + size], at + size
-    views = {name: arrays.view(a, name) for name, a in found.items()}
+    views = {name: ArrayView(a, int(a.data.ptr), a.shape, a.strides, a.dtype, "cupy", place) for name, a in found.items()}
     params = pack(problem, chosen, views, pointers, {name: int(a.data.ptr) for name, a in work.items()}, info)
     whole, stream = cuda_backward_fa3.pack(problem, chosen, params), launch.stream_pointer(None)
     for source, kind, grid, threads, shared in kernels(problem, chosen, info):
