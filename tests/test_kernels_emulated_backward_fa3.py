@@ -67,18 +67,17 @@ def forward(q, k, v, **options):
 
 @pytest.mark.parametrize("filler", [np.nan, np.inf])
 def test_rows_that_see_nothing_contribute_nothing(emulator, filler):
-    """Case 5: whatever dO holds there, also under a sink."""
+    """Case 5: whatever dO holds there."""
     q, k, v, dout = operands((1, 200, 70, 1), F16)
-    for more in ({}, {"sinks": [0.5]}):
-        out, lse = forward(q, k, v, causal=True, **more)
-        want = gradients(emulator, dout[:, 130:], q[:, 130:], k, v, out[:, 130:], lse[..., 130:], causal=True, **more)
-        spoiled = dout.copy()
-        spoiled[:, :130] = filler
-        found = gradients(emulator, spoiled, q, k, v, out, lse, causal=True, **more)
-        assert not found.dq[:, :130].any()
-        for name in ("dk", "dv"):
-            exact = getattr(want, name).astype(np.float64)
-            compare.assert_close(getattr(found, name), exact, 2 * compare.eps(F16) * np.abs(exact).max(), name)
+    out, lse = forward(q, k, v, causal=True)
+    want = gradients(emulator, dout[:, 130:], q[:, 130:], k, v, out[:, 130:], lse[..., 130:], causal=True)
+    spoiled = dout.copy()
+    spoiled[:, :130] = filler
+    found = gradients(emulator, spoiled, q, k, v, out, lse, causal=True)
+    assert not found.dq[:, :130].any()
+    for name in ("dk", "dv"):
+        exact = getattr(want, name).astype(np.float64)
+        compare.assert_close(getattr(found, name), exact, 2 * compare.eps(F16) * np.abs(exact).max(), name)
 
 
 def test_logits_so_low_that_weights_of_absent_keys_would_overflow(emulator):

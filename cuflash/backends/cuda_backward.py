@@ -149,7 +149,7 @@ def run(plan: Plan, problem: Problem, pointers: Mapping[str, int]) -> Gradients:
     for source, kind, grid, threads, shared in kernels(problem, chosen, info):
         step = launch.Step(jit.function(source, place, shared), grid, threads, shared)
         launch.launch(step, params if kind == "BackwardParams" else whole, stream)
-    return Gradients(**found, dsinks=None if problem.sinks is None else _dsinks(problem, work))
+    return Gradients(**found)
 
 
 def clear_slack(problem: Problem, gradients: Mapping[str, Any]) -> None:
@@ -166,10 +166,3 @@ def _like(a: ArrayView) -> Any:
     made = cupy.empty(tuple(a.shape[n] for n in order), a.dtype)
     return made.transpose(tuple(np.argsort(order)))
 
-
-def _dsinks(problem: Problem, work: Mapping[str, Any]) -> Any:
-    """-sum over rows of the sink's weight * delta: the sink is a logit whose value is 0."""
-    cupy = sys.modules["cupy"]
-    lse, delta = (work[name].reshape(problem.heads_q, -1) for name in ("row_lse", "row_delta"))
-    sinks = cupy.asarray(problem.sinks * structs.LOG2E, np.float32)[:, None]
-    return -(cupy.exp2(sinks - lse).astype(np.float64) * delta).sum(axis=1).astype(problem.compute_dtype)

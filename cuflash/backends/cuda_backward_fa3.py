@@ -68,12 +68,14 @@ def decline(problem: Problem) -> str | None:
         "softcap": problem.softcap, "bias": problem.bias is not None, "mask": problem.mask is not None,
         "alibi_slopes": problem.alibi_slopes is not None, "page_table": problem.paged, "deterministic": problem.deterministic,
     }
+    if problem.sinks is not None:
+        return "sinks: their gradient needs more digits of delta than O has in 16 bits; backend='numba-cuda' finds them anew"
     for name, asked in absent.items():
         if asked:
             return f"{name}: kernel='fa2' has it"
     sizes = problem.head_dim, problem.head_dim_v
-    if max(sizes) > LARGEST_HEAD or padded(sizes[1]) < padded(sizes[0]) or any(size % 8 for size in sizes):
-        return f"head sizes {sizes[0]} and {sizes[1]}; it takes multiples of 8 up to {LARGEST_HEAD}, values' not the smaller ones"
+    if max(sizes) > LARGEST_HEAD or any(size % 8 for size in sizes):
+        return f"head sizes {sizes[0]} and {sizes[1]}; it takes multiples of 8 up to {LARGEST_HEAD}"
     for name, a in (("q", problem.q), ("k", problem.k), ("v", problem.v), ("dout", problem.dout)):
         if a is None:
             continue
@@ -85,16 +87,11 @@ def decline(problem: Problem) -> str | None:
     return None
 
 
-def padded(size: int) -> int:
-    """The head size of the kernel for this one."""
-    return 64 if size <= 64 else 128
-
-
 def instance(problem: Problem, mask: int) -> Instance:
-    """The kernel instance for these arrays."""
-    d, dv = padded(problem.head_dim), padded(problem.head_dim_v)
+    """The kernel instance for these arrays: heads of queries and of values are padded to one size."""
+    d = 64 if max(problem.head_dim, problem.head_dim_v) <= 64 else 128
     dtype = name_of(problem.q.dtype)
-    return Instance(dtype, dtype, d, dv, TILES[d], mask)
+    return Instance(dtype, dtype, d, d, TILES[d], mask)
 
 
 def pack(problem: Problem, chosen: Instance, backward: np.ndarray) -> np.ndarray:
