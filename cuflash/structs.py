@@ -69,6 +69,16 @@ PART_PARAMS = np.dtype(  # of fp_work.cuh
 )
 
 
+BACKWARD_PARAMS = np.dtype(  # of backward_params.cuh
+    [
+        ("prefill", PREFILL_PARAMS),
+        *((name, np.uint64) for name in ("dout", "dlse", "dq", "dk", "dv", "row_lse", "row_delta", "dq_sum")),
+        *((f"{name}_stride", STRIDES) for name in ("dout", "dlse", "dq", "dk", "dv")),
+        ("places", np.int64), *((name, np.int32) for name in ("tile_rows", "n_tiles", "dq_columns")), ("scale", np.float32),
+    ],
+    align=True,
+)
+
 MAPS = ("q_map", "k_map", "v_map")
 _FIRST_MAP = -(-PREFILL_PARAMS.itemsize // tensor_map.ALIGNMENT) * tensor_map.ALIGNMENT
 _BEHIND_MAPS = _FIRST_MAP + len(MAPS) * tensor_map.BYTES
@@ -81,7 +91,21 @@ FA3_PARAMS = np.dtype(  # of fa3_params.cuh
     }
 )
 
-PARAMS = {"PrefillParams": PREFILL_PARAMS, "DecodeParams": DECODE_PARAMS, "PartParams": PART_PARAMS, "Fa3Params": FA3_PARAMS}
+BACKWARD_MAPS = (*MAPS, "dout_map")
+_FIRST_BACKWARD_MAP = -(-BACKWARD_PARAMS.itemsize // tensor_map.ALIGNMENT) * tensor_map.ALIGNMENT
+BACKWARD_FA3_PARAMS = np.dtype(  # of backward_fa3.cu
+    {
+        "names": ["backward", *BACKWARD_MAPS],
+        "formats": [BACKWARD_PARAMS, *[f"V{tensor_map.BYTES}"] * len(BACKWARD_MAPS)],
+        "offsets": [0, *(_FIRST_BACKWARD_MAP + n * tensor_map.BYTES for n in range(len(BACKWARD_MAPS)))],
+        "itemsize": _FIRST_BACKWARD_MAP + len(BACKWARD_MAPS) * tensor_map.BYTES,
+    }
+)
+
+PARAMS = {
+    "PrefillParams": PREFILL_PARAMS, "DecodeParams": DECODE_PARAMS, "PartParams": PART_PARAMS, "Fa3Params": FA3_PARAMS,
+    "BackwardParams": BACKWARD_PARAMS, "BackwardFa3Params": BACKWARD_FA3_PARAMS,
+}
 
 
 def element_strides(a: ArrayView, axes: str) -> tuple[int, int, int, int]:
@@ -309,4 +333,47 @@ def pack_prefill(
     with np.errstate(over="ignore"):  # numbers of float64 problems, which have them in full as well
         for name, value in values.items():
             r[name] = value
+    return p
+
+
+def places(problem: Problem, tile_rows: int) -> int:
+    """Places of all rows of a head in a backward pass, see backward_rows.cuh."""
+    if problem.varlen:
+        return flat_tiles(problem, tile_rows) * tile_rows
+    return problem.batch * -(-problem.seqlen_q // tile_rows) * tile_rows
+
+
+def pack_backward(
+    problem: Problem, gradients: Mapping[str, ArrayView], tile_rows: int, n_tiles: int, section: int, factor_left: bool,
+    pointers: Mapping[str, int], work: Mapping[str, int], dq_columns: int,
+) -> np.ndarray:
+    """The struct of the launches of a backward pass.
+
+    Parameters
+    ----------
+    problem : Problem
+        With ``out``, ``lse`` and ``dout``.
+    gradients : mapping
+        dq, dk and dv, which are written.
+    tile_rows, n_tiles, section, dq_columns : int
+        Queries of a step, tiles of keys of the longest sequence, (batch, key head) pairs whose tiles are handed out together, columns of
+        dq_sum.
+    factor_left : bool
+        As for `pack_prefill`.
+    pointers, work : mapping
+        Device addresses: as for `pack_prefill`, and of row_lse, row_delta and dq_sum.
+    """
+    p = np.zeros(1, BACKWARD_PARAMS)
+    r = p[0]
+    p["prefill"] = pack_prefill(problem, tile_rows, section, factor_left, dict(pointers))
+    arrays = {"dout": problem.dout, **gradients}
+    for name, a in arrays.items():
+        r[name], r[f"{name}_stride"] = a.pointer, element_strides(a, "brhc" if len(a.shape) == 4 else "rhc")
+    if problem.dlse is not None:
+        r["dlse"] = problem.dlse.pointer
+        r["dlse_stride"] = element_strides(problem.dlse, "bhr" if len(problem.dlse.shape) == 3 else "hr")
+    for name, pointer in work.items():
+        r[name] = pointer
+    r["places"], r["tile_rows"], r["n_tiles"], r["dq_columns"] = places(problem, tile_rows), tile_rows, n_tiles, dq_columns
+    r["scale"] = float(problem.scale)  # type: ignore[arg-type]
     return p

@@ -20,13 +20,24 @@ def products(dtype: str, keys: int, columns: int) -> str:
     return _product(dtype, keys, False) + _product(dtype, columns, True)
 
 
-def _product(dtype: str, n: int, in_registers: bool) -> str:
+def backward_products(dtype: str, queries: int, columns: set[int], dq_queries: int) -> str:
+    """C++ for an instance of backward_fa3: S^T and dP^T of 64 keys by ``queries``, dK and dV of 64 keys by ``columns``, dQ^T of 64 columns.
+
+    ``wgmma_ss`` and ``wgmma_rs`` as in `products`; ``wgmma_tt`` takes A and B in shared memory with a row for each of the 16 products of
+    a sum. ``dq_queries`` are the queries of its result. Numbers of columns are multiples of 8 up to 256.
+    """
+    of_keys = "".join(_product(dtype, n, True) for n in sorted(columns))
+    return _product(dtype, queries, False) + of_keys + _product(dtype, dq_queries, False, True)
+
+
+def _product(dtype: str, n: int, in_registers: bool, both_transposed: bool = False) -> str:
     count = n // 2
     of_a = [f'"r"(a[{i}])' for i in range(4)] if in_registers else ['"l"(a)']
-    name, a = ("wgmma_rs", "const u32 (&a)[4]") if in_registers else ("wgmma_ss", "u64 a")
+    name, a = ("wgmma_rs", "const u32 (&a)[4]") if in_registers else ("wgmma_tt" if both_transposed else "wgmma_ss", "u64 a")
     *a_places, b_place, add_place = (f"%{count + i}" for i in range(len(of_a) + 2))
     a_list = "{" + ", ".join(a_places) + "}" if in_registers else a_places[0]
-    transposed = "1" if in_registers else "0, 0"  # whether B (and A, in shared memory) has a row for each of the 16 products of a sum
+    # Whether B (and A, in shared memory) has a row for each of the 16 products of a sum.
+    transposed = "1" if in_registers else "1, 1" if both_transposed else "0, 0"
     d_places = _lines([f"%{i}" for i in range(count)], ' "\n                 "')
     of_d = _lines([f'"+f"(d[{i // 4}][{i % 4}])' for i in range(count)], "\n                   ")
     return (

@@ -13,8 +13,8 @@ import numpy as np
 
 from .. import device, jit, launch, structs, tiles
 from ..tiles import Tile
-from ..types import HOST, INDICES, UNBOUNDED, ArrayView, Plan, Problem, name_of
-from . import cuda_append, cuda_decode, cuda_fa1, cuda_fa3, cuda_fp, cuda_merge, cuda_pages, cuda_parts, naive_cuda, packed
+from ..types import HOST, INDICES, UNBOUNDED, ArrayView, Gradients, Plan, Problem, name_of
+from . import cuda_append, cuda_backward, cuda_decode, cuda_fa1, cuda_fa3, cuda_fp, cuda_merge, cuda_pages, cuda_parts, naive_cuda, packed
 from .cuda_instance import (
     CLEAR_ROWS, CUDA_TYPES, LARGEST_GRID, MASK_ARRAY, MASK_LEFT, MASK_LENGTH, MASK_RIGHT, SCORE_ALIBI, SCORE_BIAS, SCORE_BIAS32,
     SCORE_PLAIN, SCORE_SCALED, SCORE_SOFTCAP, SHORT_TYPES, PrefillInstance, clear_source,
@@ -96,7 +96,11 @@ def decline(problem: Problem, kernel: str) -> str | None:
     if kernel == "naive":
         return naive_cuda.decline(problem)
     dtype, out = name_of(problem.q.dtype), name_of(problem.out_dtype)
-    own = {"fa1": cuda_fa1.decline, "fa3": cuda_fa3.decline, "decode": cuda_decode.decline}.get(kernel)
+    backward = problem.op == "backward"
+    if backward:
+        own = functools.partial(cuda_backward.decline, kernel=kernel)
+    else:
+        own = {"fa1": cuda_fa1.decline, "fa3": cuda_fa3.decline, "decode": cuda_decode.decline}.get(kernel)
     if own is not None and (reason := own(problem)) is not None:
         return reason
     if dtype not in SHORT_TYPES or (dtype in TYPES and out not in TYPES):
@@ -120,8 +124,6 @@ def decline(problem: Problem, kernel: str) -> str | None:
     longest = max(problem.q.shape[-3], problem.k.shape[-3], problem.seqlen_q, problem.seqlen_k)
     if longest > structs.LONGEST:
         return f"sequences of {longest:,} rows; it takes at most {structs.LONGEST:,}"
-    if problem.op != "attention" and problem.op != "decode":
-        return "it has no backward pass yet"
     if problem.q.device == HOST or unusable() is not None:  # what the kernel could do; the planner asks for the GPU itself
         return None
     info = device.probe(problem.q.device)
@@ -131,6 +133,8 @@ def decline(problem: Problem, kernel: str) -> str | None:
         return f"bfloat16 needs compute capability 8.0, {info.name} has {info.cc[0]}.{info.cc[1]}; float16 runs"
     if kernel == "fa3" and (reason := cuda_fa3.why_not_on(info)) is not None:
         return reason
+    if backward:
+        return None
     chosen = instance(problem, info, kernel)
     if chosen is None:
         if kernel == "decode":
@@ -203,6 +207,8 @@ def plan(problem: Problem, kernel: str) -> Plan:
     """Tile and instance."""
     if kernel == "naive":
         return naive_cuda.plan(problem, NAME)
+    if problem.op == "backward":
+        return cuda_backward.plan(problem, kernel, NAME)
     info = device.probe(problem.q.device)
     chosen = instance(problem, info, kernel)
     assert chosen is not None  # else it was declined
@@ -281,6 +287,12 @@ def run(plan: Plan, problem: Problem) -> None:
         params = _params(plan, problem, ready, pointers, counter)
         for step in steps:
             launch.launch(step, params, launch.stream_pointer(None))
+
+
+def run_backward(plan: Plan, problem: Problem) -> Gradients:
+    """Gradients in canonical axis order, each in the dtype of what it belongs to."""
+    with _small_arrays(problem) as pointers:
+        return cuda_backward.run(plan, problem, pointers)
 
 
 def prepare(plan: Plan, problem: Problem) -> launch.Prepared | None:
@@ -383,6 +395,7 @@ def instances(arch: str) -> Iterator[jit.Source]:
         yield clear_source(2, 4, flat)
     for itemsize in (4, 8):
         yield clear_source(itemsize, itemsize, False)
+    yield from cuda_backward.instances(representative(arch))
     yield from naive_cuda.instances(arch)
     yield from cuda_append.instances(arch)
     yield from cuda_merge.instances(arch)

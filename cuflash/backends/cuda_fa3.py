@@ -104,14 +104,18 @@ def why_not_on(info: DeviceInfo) -> str | None:
 
 def why_no_maps(problem: Problem) -> str | None:
     """Which array there is no tensor map of, and why, in words; or None."""
-    for name, a in (("q", problem.q), ("k", problem.k), ("v", problem.v)):
-        if 0 in a.shape:
-            return f"{name} has no elements, and it loads boxes of them; kernel='fa2' takes such arrays"
-        if a.shape[-1] > 1 and a.strides[-1] != a.dtype.itemsize:
-            return f"{name}: columns {a.strides[-1]} bytes apart, and it loads boxes of neighbours; kernel='fa2' takes any strides"
-        reason = tensor_map.why_not(*_box(a, 1), address=a.pointer)
-        if reason is not None:
-            return f"{name}: it loads boxes by tensor maps, which cannot describe {reason}; kernel='fa2' takes any strides"
+    return next(filter(None, (why_no_map(name, a) for name, a in (("q", problem.q), ("k", problem.k), ("v", problem.v)))), None)
+
+
+def why_no_map(name: str, a: ArrayView) -> str | None:
+    """Why there is no tensor map of an array, in words; or None."""
+    if 0 in a.shape:
+        return f"{name} has no elements, and it loads boxes of them; kernel='fa2' takes such arrays"
+    if a.shape[-1] > 1 and a.strides[-1] != a.dtype.itemsize:
+        return f"{name}: columns {a.strides[-1]} bytes apart, and it loads boxes of neighbours; kernel='fa2' takes any strides"
+    reason = tensor_map.why_not(*_box(a, 1), address=a.pointer)
+    if reason is not None:
+        return f"{name}: it loads boxes by tensor maps, which cannot describe {reason}; kernel='fa2' takes any strides"
     return None
 
 

@@ -58,6 +58,23 @@ __device__ __forceinline__ void copy_box(u32 dst_smem, const TensorMap& map, u32
                  ::"r"(dst_smem), "l"(&map), "r"(x), "r"(y), "r"(z), "r"(u), "r"(v), "r"(barrier_smem), "l"(HINT) : "memory");
 }
 
+// One thread copies so many bytes, a multiple of 16, between addresses that are multiples of 16.
+__device__ __forceinline__ void copy_bytes(u32 dst_smem, const void* src_gmem, u32 bytes, u32 barrier_smem) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+                 ::"r"(dst_smem), "l"(src_gmem), "r"(bytes), "r"(barrier_smem) : "memory");
+}
+
+// One thread adds so many bytes of float32 numbers from shared memory to global memory, each by itself, in whatever order others add; as a
+// group of the thread's own.
+__device__ __forceinline__ void add_bytes(void* dst_gmem, u32 src_smem, u32 bytes) {
+    asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;"
+                 ::"l"(dst_gmem), "r"(src_smem), "r"(bytes) : "memory");
+    asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+
+// Wait until what the thread adds has been read from shared memory, so that it may be written again.
+__device__ __forceinline__ void additions_wait() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+
 // Change the number of registers of each thread of this warpgroup, within what the block got at its start.
 template <int REGISTERS> __device__ __forceinline__ void registers_raise() {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));

@@ -34,6 +34,12 @@ template <int MASK> struct Visibility {
     // Keys that each of the positions first..last sees.
     __device__ __forceinline__ KeyRange of_all(int first, int last) const { return between(last, first); }
 
+    // Positions that see any of the keys first_key..last_key, of the sequence's.
+    __device__ __forceinline__ KeyRange positions_of_any(int first_key, int last_key) const { return positions(first_key, last_key); }
+
+    // Positions that see each of the keys first_key..last_key, all of which must be keys of the sequence.
+    __device__ __forceinline__ KeyRange positions_of_all(int first_key, int last_key) const { return positions(last_key, first_key); }
+
     // Whether all of the positions first..last see all of the keys first_key..end_key - 1.
     __device__ __forceinline__ bool all(int first, int last, int first_key, int end_key) const {
         const KeyRange whole = of_all(first, last);
@@ -41,6 +47,11 @@ template <int MASK> struct Visibility {
     }
 
   private:
+    __device__ __forceinline__ KeyRange positions(int right_of, int left_of) const {
+        constexpr int ANY = 1 << 30;  // more than any position
+        return {(MASK & MASK_RIGHT) != 0 ? right_of - right : -ANY, (MASK & MASK_LEFT) != 0 ? left_of + left + 1 : ANY};
+    }
+
     // From the first key of one position to the last of another.
     __device__ __forceinline__ KeyRange between(int left_of, int right_of) const {
         return {

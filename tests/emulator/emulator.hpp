@@ -158,6 +158,8 @@ void ld_global_nc_v4_b32(b32& x, b32& y, b32& z, b32& w, const void* from);
 void ld_global_cg_v2_f32(float& x, float& y, const void* from);
 void ld_global_cg_v4_f32(float& x, float& y, float& z, float& w, const void* from);
 void atom_acq_rel_gpu_global_inc_u32(b32& before, void* counter, b32 last);
+void ld_shared_v2_f32(float& x, float& y, b32 from);
+void st_shared_v4_f32(b32 to, float x, float y, float z, float w);
 void ld_shared_b32(b32& x, b32 from);
 void ld_shared_v4_b32(b32& x, b32& y, b32& z, b32& w, b32 from);
 void st_shared_b32(b32 to, b32 x);
@@ -199,6 +201,10 @@ void cp_async_bulk_tensor_4d_shared_cluster_global_tile_mbarrier_complete_tx_byt
     b32 to, const void* map, int x, int y, int z, int u, b32 barrier, unsigned long long);
 void cp_async_bulk_tensor_5d_shared_cluster_global_tile_mbarrier_complete_tx_bytes_L2_cache_hint(
     b32 to, const void* map, int x, int y, int z, int u, int v, b32 barrier, unsigned long long);
+void cp_async_bulk_shared_cluster_global_mbarrier_complete_tx_bytes(b32 to, const void* from, b32 bytes, b32 barrier);
+void cp_reduce_async_bulk_global_shared_cta_bulk_group_add_f32(void* to, b32 from, b32 bytes);
+inline void cp_async_bulk_commit_group() {}
+inline void cp_async_bulk_wait_group_read(int) {}
 void cp_async_mbarrier_arrive_noinc_shared_cta_b64(b32 barrier);
 void mbarrier_try_wait_parity_shared_cta_b64(bool& done, b32 barrier, b32 parity);
 void fence_proxy_async_shared_cta();

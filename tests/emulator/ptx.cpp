@@ -86,6 +86,14 @@ void atom_acq_rel_gpu_global_inc_u32(b32& before, void* counter, b32 last) {
     before = count;
     count = before >= last ? 0 : before + 1;
 }
+void ld_shared_v2_f32(float& x, float& y, b32 from) {
+    const auto* number = reinterpret_cast<const float*>(read_shared(from, 8, "ld.shared"));
+    x = number[0], y = number[1];
+}
+void st_shared_v4_f32(b32 to, float x, float y, float z, float w) {
+    auto* number = reinterpret_cast<float*>(write_shared(to, 16, "st.shared"));
+    number[0] = x, number[1] = y, number[2] = z, number[3] = w;
+}
 void ld_shared_b32(b32& x, unsigned from) { read_words(read_shared(from, 4, "ld.shared"), x); }
 void ld_shared_v4_b32(b32& x, b32& y, b32& z, b32& w, unsigned from) {
     read_words(read_shared(from, 16, "ld.shared"), x, y, z, w);

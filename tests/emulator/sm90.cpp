@@ -144,9 +144,10 @@ struct Sums {  // of one D, which some products that are under way add to
 struct Kind {                  // what all threads of a warpgroup must agree on
     unsigned long long a, b;  // descriptors; a: 0 if A is in registers
     int columns;
-    bool bfloat, adds, transposed;
+    bool bfloat, adds, transposed_a, transposed;
     bool operator==(const Kind& k) const {
-        return a == k.a && b == k.b && columns == k.columns && bfloat == k.bfloat && adds == k.adds && transposed == k.transposed;
+        return a == k.a && b == k.b && columns == k.columns && bfloat == k.bfloat && adds == k.adds && transposed_a == k.transposed_a &&
+            transposed == k.transposed;
     }
 };
 
@@ -209,7 +210,8 @@ template <class T> static void complete(const Kind& kind, int first) {
     static double A[16][16], B[16][256];
     for (int k = 0; k < 16; ++k) {
         for (int n = 0; n < kind.columns; ++n) B[k][n] = read_number<T>(element(kind.b, kind.transposed, k, n));
-        for (int row = 0; row < 16 && kind.a; ++row) A[row][k] = read_number<T>(element(kind.a, false, k, first % WARPGROUP / 2 + row));
+        for (int row = 0; row < 16 && kind.a; ++row) 
+            A[row][k] = read_number<T>(element(kind.a, kind.transposed_a, k, first % WARPGROUP / 2 + row));
     }
     for (int lane = 0; lane < WARP && !kind.a; ++lane) {
         const Product& p = products[first + lane].all.front();
@@ -279,6 +281,27 @@ void cp_async_bulk_tensor_5d_shared_cluster_global_tile_mbarrier_complete_tx_byt
     copy_box(to, map, {x, y, z, u, v}, 5, barrier);
 }
 
+void cp_async_bulk_shared_cluster_global_mbarrier_complete_tx_bytes(b32 to, const void* from, b32 bytes, b32 barrier) {
+    const char* what = "cp.async.bulk";
+    if (bytes % 16 != 0 || to % 16 != 0) fail("%s: %u bytes to %u; both must be multiples of 16", what, bytes, to);
+    std::vector<Copy> parts;
+    for (unsigned i = 0; i < bytes; i += 16) parts.push_back({to + i, static_cast<const unsigned char*>(from) + i, 16, 16});
+    begin_bulk(std::move(parts), barrier, what);
+}
+
+// At once: a test with several blocks cannot tell, and what comes later in this one waits for it or overwrites what was read.
+void cp_reduce_async_bulk_global_shared_cta_bulk_group_add_f32(void* to, b32 from, b32 bytes) {
+    const char* what = "cp.reduce.async.bulk";
+    if (bytes % 16 != 0 || from % 16 != 0) fail("%s: %u bytes from %u; both must be multiples of 16", what, bytes, from);
+    for (b32 i = 0; i < bytes; i += 16) {
+        const auto* x = reinterpret_cast<const float*>(read_shared(from + i, 16, what));
+        check_fence(from + i, "a bulk copy reads");
+        auto* sum = reinterpret_cast<float*>(static_cast<unsigned char*>(to) + i);
+        read_global(sum, 16, what, 16);
+        for (int n = 0; n < 4; ++n) sum[n] += x[n];
+    }
+}
+
 // The copies are complete now; those who wait for the phase cannot tell, and those who do not are in a race with them.
 void cp_async_mbarrier_arrive_noinc_shared_cta_b64(b32 barrier) {
     Copies& own = copies[current];
@@ -326,9 +349,9 @@ void begin_wgmma(const Wgmma& operands, int columns, bool bfloat) {
     Products& own = products[current];
     const bool of_memory = operands.a_count == 0;
     const unsigned long long* rest = operands.rest + of_memory;  // from the descriptor of B on
-    const Kind kind = {of_memory ? operands.rest[0] : 0, rest[0], columns, bfloat, rest[1] != 0, rest[4 + of_memory] != 0};
-    if (rest[2] != 1 || rest[3] != 1 || (of_memory && rest[4] != 0))
-        fail("wgmma: only signs of 1, and A with a row of shared memory for each of its rows, are known");
+    const bool transposed_a = of_memory && rest[4] != 0;
+    const Kind kind = {of_memory ? operands.rest[0] : 0, rest[0], columns, bfloat, rest[1] != 0, transposed_a, rest[4 + of_memory] != 0};
+    if (rest[2] != 1 || rest[3] != 1) fail("wgmma: only signs of 1 are known");
     auto& kinds = begun[current / WARPGROUP];
     if (own.begun == kinds.size()) kinds.push_back(kind);
     if (!(kinds[own.begun++] == kind)) fail("wgmma.mma_async: the threads of its warpgroup do not agree on the descriptor or on the kind");

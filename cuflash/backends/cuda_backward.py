@@ -1,0 +1,168 @@
+"""The backward pass of the raw CUDA backend: memory, and the launches one after the other.
+
+The rows' statistics first (backward_prepare.cu), then the products by tiles of keys, which add up dQ in float32, then dQ in its dtype.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from .. import device, jit, launch, structs
+from ..device import DeviceInfo
+from ..types import UNBOUNDED, ArrayView, Gradients, Plan, Problem, name_of
+from . import cuda_backward_fa3
+from .cuda_instance import CUDA_TYPES, MASK_LEFT, MASK_LENGTH, MASK_RIGHT, SHORT_TYPES
+
+PREPARE_ROWS, PREPARE_THREADS = 32, 256  # as backward_prepare.cu has them
+CONVERT_THREADS = 256
+FEW_TILES = 4
+
+
+def work_sizes(problem: Problem, chosen: cuda_backward_fa3.Instance) -> dict[str, int]:
+    """Numbers of float32 that the launches hand to each other."""
+    rows = problem.heads_q * structs.places(problem, chosen.tile.m)
+    return {"row_lse": rows, "row_delta": rows, "dq_sum": rows * chosen.d}
+
+
+def section(problem: Problem, info: DeviceInfo) -> int:
+    """(batch, key head) pairs whose tiles of keys are handed out together: as many as fit the L2 cache with what their tiles share."""
+    pairs = max(1, problem.batch * problem.heads_kv)
+    row = problem.q.dtype.itemsize * (problem.head_dim + problem.head_dim_v) + 4 * problem.head_dim
+    most = max(1, min(pairs, info.l2_bytes * 3 // 4 // max(1, row * problem.seqlen_q * problem.group_size)))
+    return -(-pairs // -(-pairs // most))
+
+
+def n_tiles(problem: Problem) -> int:
+    """Tiles of keys of the longest sequence; all that are in memory have gradients."""
+    return -(-problem.seqlen_k // cuda_backward_fa3.KEYS)
+
+
+def pack(
+    problem: Problem, chosen: cuda_backward_fa3.Instance, gradients: Mapping[str, ArrayView], pointers: Mapping[str, int],
+    work: Mapping[str, int], info: DeviceInfo,
+) -> np.ndarray:
+    """The struct of all launches but that of the products, which has it as its first member."""
+    return structs.pack_backward(
+        problem, gradients, chosen.tile.m, n_tiles(problem), section(problem, info), True, pointers, work, chosen.d,
+    )
+
+
+def kernels(
+    problem: Problem, chosen: cuda_backward_fa3.Instance, info: DeviceInfo,
+) -> list[tuple[jit.Source, str, int, int, int]]:
+    """What is launched: source, type of the struct, blocks, threads, bytes of shared memory."""
+    places = structs.places(problem, chosen.tile.m)
+    vector = structs.copy_bytes((problem.out, problem.dout)) == 16
+    prepare = prepare_source(name_of(problem.out.dtype), name_of(problem.dout.dtype), 8 if problem.head_dim_v <= 64 else 16, vector)
+    blocks = problem.batch * problem.heads_kv * n_tiles(problem)
+    if chosen.mask == MASK_LENGTH or n_tiles(problem) <= FEW_TILES:  # of equal length, or of little work beside what a block's start takes
+        blocks = min(blocks, info.multiprocessors)
+    tiles = problem.heads_q * (places // chosen.tile.m)
+    return [
+        (prepare, "BackwardParams", problem.heads_q * (places // PREPARE_ROWS), PREPARE_THREADS, 0),
+        (chosen.source, "BackwardFa3Params", blocks, chosen.tile.threads, chosen.shared_memory),
+        (convert_source(chosen.dtype, chosen.tile.m, chosen.d), "BackwardParams", 2 * tiles, CONVERT_THREADS, 0),
+    ]
+
+
+def _stub(function: str, name: str, threads: int) -> str:
+    return (
+        f'static_assert(sizeof(BackwardParams) == {structs.BACKWARD_PARAMS.itemsize}, "structs.py mirrors backward_params.cuh");\n'
+        f'extern "C" __global__ void __launch_bounds__({threads}) {name}(const __grid_constant__ BackwardParams p) {{\n'
+        f"    {function}(p);\n"
+        "}\n"
+    )
+
+
+@functools.cache
+def prepare_source(out: str, dout: str, lanes: int, vector: bool) -> jit.Source:
+    """The kernel that finds the rows' statistics, of results and their gradients in these dtypes."""
+    name = f"backward_prepare_{SHORT_TYPES[out]}_{SHORT_TYPES[dout]}_lanes{lanes}" + "_strided" * (not vector)
+    function = f"backward_prepare<{CUDA_TYPES[out]}, {CUDA_TYPES[dout]}, {lanes}, {str(vector).lower()}>"
+    return jit.Source("backward_prepare.cu", _stub(function, name, PREPARE_THREADS), name)
+
+
+@functools.cache
+def convert_source(dtype: str, rows: int, columns: int) -> jit.Source:
+    """The kernel that turns sums for dQ, in tiles of so many rows, into rows of this dtype."""
+    name, function = f"backward_convert_{SHORT_TYPES[dtype]}_m{rows}d{columns}", f"backward_convert<{CUDA_TYPES[dtype]}, {rows}, {columns}>"
+    return jit.Source("backward_convert.cu", _stub(function, name, CONVERT_THREADS), name)
+
+
+def instances(info: DeviceInfo) -> Iterator[jit.Source]:
+    """The common kernels for a GPU."""
+    for chosen in cuda_backward_fa3.common(info):
+        yield chosen.source
+    for chosen in {(i.dtype, i.tile.m, i.d): i for i in cuda_backward_fa3.common(info)}.values():
+        yield prepare_source(chosen.dtype, chosen.dtype, 8 if chosen.dv <= 64 else 16, True)
+        yield convert_source(chosen.dtype, chosen.tile.m, chosen.d)
+
+
+def workspace(problem: Problem, chosen: cuda_backward_fa3.Instance) -> int:
+    """Bytes beyond inputs and gradients."""
+    return 4 * sum(work_sizes(problem, chosen).values())
+
+
+def decline(problem: Problem, kernel: str) -> str | None:
+    """Why this kernel does not differentiate this call, or None; beside what every raw kernel declines."""
+    if kernel != "fa3":
+        return "the backward pass of this backend is kernel 'fa3'"
+    return cuda_backward_fa3.decline(problem)
+
+
+def instance(problem: Problem) -> cuda_backward_fa3.Instance:
+    """The kernel instance for these arrays."""
+    left, right = (side != UNBOUNDED for side in problem.window)
+    return cuda_backward_fa3.instance(problem, MASK_RIGHT | MASK_LEFT if left else MASK_RIGHT if right else MASK_LENGTH)
+
+
+def plan(problem: Problem, kernel: str, backend: str) -> Plan:
+    """Tile, instance and workspace."""
+    chosen = instance(problem)
+    t = chosen.tile
+    why = f"gradients by recomputation, tensor cores (wgmma), {t.n} keys a block, steps of {t.m} queries, dQ by additions in float32"
+    return Plan(
+        kernel=kernel, backend=backend, reason=why, tile=(t.m, t.n), threads=t.threads, workspace=workspace(problem, chosen), extra=chosen
+    )
+
+
+def run(plan: Plan, problem: Problem, pointers: Mapping[str, int]) -> Gradients:
+    """Gradients in canonical axis order. ``pointers``: device addresses of the problem's small arrays."""
+    cupy = sys.modules["cupy"]
+    chosen, place = plan.extra, problem.q.device
+    info = device.probe(place)
+    found = {f"d{name}": _like(getattr(problem, name)) for name in "qkv"}
+    clear_slack(problem, found)
+    sizes = work_sizes(problem, chosen)
+    memory = cupy.empty(sum(sizes.values()), np.float32)
+    work, at = {}, 0
+    for name, size in sizes.items():
+        work[name], at = memory[at : at + size], at + size
+    views = {name: ArrayView(a, int(a.data.ptr), a.shape, a.strides, a.dtype, "cupy", place) for name, a in found.items()}
+    params = pack(problem, chosen, views, pointers, {name: int(a.data.ptr) for name, a in work.items()}, info)
+    whole, stream = cuda_backward_fa3.pack(problem, chosen, params), launch.stream_pointer(None)
+    for source, kind, grid, threads, shared in kernels(problem, chosen, info):
+        step = launch.Step(jit.function(source, place, shared), grid, threads, shared)
+        launch.launch(step, params if kind == "BackwardParams" else whole, stream)
+    return Gradients(**found)
+
+
+def clear_slack(problem: Problem, gradients: Mapping[str, Any]) -> None:
+    """0 into the rows of packed gradients that belong to no sequence; into all where only the device knows which do."""
+    if problem.varlen:
+        for name, cu in (("dq", problem.cu_seqlens_q), ("dk", problem.cu_seqlens_k), ("dv", problem.cu_seqlens_k)):
+            gradients[name][int(cu[-1]) if isinstance(cu, np.ndarray) else 0 :] = 0
+
+
+def _like(a: ArrayView) -> Any:
+    """An array for the gradient of another, with its axes in the same order in memory."""
+    cupy = sys.modules["cupy"]
+    order = sorted(range(len(a.shape)), key=lambda n: -a.strides[n] if a.shape[n] > 1 else -(1 << 62))
+    made = cupy.empty(tuple(a.shape[n] for n in order), a.dtype)
+    return made.transpose(tuple(np.argsort(order)))
+

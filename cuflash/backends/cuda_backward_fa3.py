@@ -1,0 +1,119 @@
+"""Instances of backward_fa3, the backward pass on Hopper: what it declines, its tiles, its launch parameters."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from .. import structs, tensor_map, wgmma
+from ..device import DeviceInfo
+from ..types import Problem, name_of
+from . import cuda_fa3
+from .cuda_instance import CUDA_TYPES, MASK_LENGTH, MASK_RIGHT, PrefillInstance
+
+TYPES = ("float16", "bfloat16")
+LARGEST_HEAD = 128
+KEYS = 128  # of a block
+
+
+class Tile(NamedTuple):
+    """Queries of a step, and stages of queries and of dO."""
+
+    m: int
+    stages: int
+
+    n = KEYS
+    threads = 384
+    warps = 12
+    resident = 1
+
+    def shared_memory(self, d: int, dv: int) -> int:
+        """Bytes of dynamic shared memory for padded head sizes; BackwardFa3::SMEM_BYTES counts the same."""
+        keys, rows = 2 * KEYS * (d + dv), 2 * self.stages * self.m * (d + dv)
+        return keys + rows + 4 * KEYS * self.m + 8 * self.stages * self.m + 4 * self.m * d + 16 * (2 * self.stages + 3) + 32
+
+
+TILES = {64: Tile(128, 2), 128: Tile(64, 2)}  # by the padded head size of queries; a thread has 232 registers for its sums
+
+
+@dataclass(frozen=True)
+class Instance(PrefillInstance):
+    """What is fixed when backward_fa3 is compiled."""
+
+    KERNEL, TILES, PARAMS = "backward_fa3", "cuda_backward_fa3.py", "BackwardFa3Params"
+
+    @property
+    def tile_words(self) -> list[str]:
+        return [f"m{self.tile.m}n{KEYS}s{self.tile.stages}"]
+
+    @property
+    def preamble(self) -> str:
+        dq_queries = self.tile.m // 2 if self.d == 64 else self.tile.m
+        return wgmma.backward_products(CUDA_TYPES[self.dtype], self.tile.m, {self.d, self.dv}, dq_queries)
+
+    @property
+    def arguments(self) -> list[Any]:
+        return [CUDA_TYPES[self.dtype], self.d, self.dv, self.tile.m, self.tile.stages, self.mask]
+
+
+def decline(problem: Problem) -> str | None:
+    """Why it does not differentiate this call, or None; beside what every raw kernel declines."""
+    if name_of(problem.q.dtype) not in TYPES:
+        return f"{problem.q.dtype} arrays; it multiplies 16-bit numbers, kernel='fa2' others"
+    absent = {
+        "softcap": problem.softcap, "bias": problem.bias is not None, "mask": problem.mask is not None,
+        "alibi_slopes": problem.alibi_slopes is not None, "page_table": problem.paged, "deterministic": problem.deterministic,
+    }
+    if problem.sinks is not None:
+        return "sinks: their gradient needs more digits of delta than O has in 16 bits; backend='numba-cuda' finds them anew"
+    for name, asked in absent.items():
+        if asked:
+            return f"{name}: kernel='fa2' has it"
+    sizes = problem.head_dim, problem.head_dim_v
+    if max(sizes) > LARGEST_HEAD or any(size % 8 for size in sizes):
+        return f"head sizes {sizes[0]} and {sizes[1]}; it takes multiples of 8 up to {LARGEST_HEAD}"
+    for name, a in (("q", problem.q), ("k", problem.k), ("v", problem.v), ("dout", problem.dout)):
+        if a is None:
+            continue
+        if a.dtype != problem.q.dtype:
+            return f"{name}: {a.dtype} beside queries of {problem.q.dtype}; kernel='fa2' takes both"
+        reason = cuda_fa3.why_no_map(name, a)
+        if reason is not None:
+            return reason
+    return None
+
+
+def instance(problem: Problem, mask: int) -> Instance:
+    """The kernel instance for these arrays: heads of queries and of values are padded to one size."""
+    d = 64 if max(problem.head_dim, problem.head_dim_v) <= 64 else 128
+    dtype = name_of(problem.q.dtype)
+    return Instance(dtype, dtype, d, d, TILES[d], mask)
+
+
+def pack(problem: Problem, chosen: Instance, backward: np.ndarray) -> np.ndarray:
+    """The struct of the launch, with that of the others in it."""
+    p = tensor_map.aligned(bytes(structs.BACKWARD_FA3_PARAMS.itemsize)).view(structs.BACKWARD_FA3_PARAMS)
+    p["backward"] = backward
+    boxes = ((problem.q, chosen.tile.m), (problem.k, KEYS), (problem.v, KEYS), (problem.dout, chosen.tile.m))
+    for name, (a, n) in zip(structs.BACKWARD_MAPS, boxes, strict=True):
+        p[name] = np.void(tensor_map.tensor_map(*cuda_fa3._box(a, n)).at(a.pointer))
+    return p
+
+
+@functools.cache
+def common(info: DeviceInfo) -> tuple[Instance, ...]:
+    """Instances of both types, full, causal and windowed."""
+    return tuple(_common(info))
+
+
+def _common(info: DeviceInfo) -> Iterator[Instance]:
+    if info.cc != (9, 0):
+        return
+    for d in TILES:
+        for dtype in TYPES:
+            for mask in (MASK_LENGTH, MASK_RIGHT):
+                yield Instance(dtype, dtype, d, d, TILES[d], mask)
