@@ -9,11 +9,14 @@ constexpr int PREPARE_THREADS = 256;
 // Eight numbers of a row, from column 8 * piece on; 0 where there are none.
 template <class T, bool VECTOR>
 __device__ __forceinline__ uint4 eight(const u16* row, i64 column_stride, int piece, int columns) {
-    if constexpr (VECTOR) return 8 * piece < columns ? *reinterpret_cast<const uint4*>(row + 8 * piece) : make_uint4(0, 0, 0, 0);
-    u32 x[8];
+    if constexpr (VECTOR) {
+        return 8 * piece < columns ? *reinterpret_cast<const uint4*>(row + 8 * piece) : make_uint4(0, 0, 0, 0);
+    } else {
+        u32 x[8];
 #pragma unroll
-    for (int i = 0; i < 8; ++i) x[i] = 8 * piece + i < columns ? row[(8 * piece + i) * column_stride] : 0;
-    return make_uint4(x[0] | x[1] << 16, x[2] | x[3] << 16, x[4] | x[5] << 16, x[6] | x[7] << 16);
+        for (int i = 0; i < 8; ++i) x[i] = 8 * piece + i < columns ? row[(8 * piece + i) * column_stride] : 0;
+        return make_uint4(x[0] | x[1] << 16, x[2] | x[3] << 16, x[4] | x[5] << 16, x[6] | x[7] << 16);
+    }
 }
 
 template <class A, class B> __device__ __forceinline__ float dot2(u32 x, u32 y) {

@@ -9,7 +9,7 @@ import re
 
 import pytest
 from cuflash import jit
-from cuflash.backends import cuda, cuda_append, cuda_decode, cuda_fa1, cuda_fa3, cuda_fp, cuda_merge, cuda_pages, cuda_parts
+from cuflash.backends import cuda, cuda_append, cuda_backward, cuda_backward_fa3, cuda_decode, cuda_fa1, cuda_fa3, cuda_fp, cuda_merge, cuda_pages, cuda_parts
 
 pytestmark = pytest.mark.skipif(jit.why_unusable() is not None, reason=f"kernels cannot be compiled here: {jit.why_unusable()}")
 
@@ -37,7 +37,7 @@ def check(arch: str, instance: cuda.AnyInstance, as_arch: str | None = None) -> 
     per_warp = -(-registers * 32 // 256) * 256  # registers are given to warps in units of 256
     assert per_warp * (instance.tile.threads // 32) * instance.tile.resident <= REGISTERS_SM, what
     assert "warning" not in text.lower() and "serialized" not in text, what
-    if isinstance(instance, cuda_fa3.Instance):  # waits and fences that the compiler adds to products
+    if isinstance(instance, (cuda_fa3.Instance, cuda_backward_fa3.Instance)):  # waits and fences that the compiler adds to products
         assert not re.search(r"\(C75\d\d\)", text), what
 
 
@@ -50,7 +50,7 @@ def compile_all(arch: str, instances: list[cuda.AnyInstance]) -> None:
 
 def every(arch: str) -> list[cuda.AnyInstance]:
     info = cuda.representative(arch)
-    modules = cuda_fp, cuda_parts, cuda_fa1, cuda_fa3, cuda_decode
+    modules = cuda_fp, cuda_parts, cuda_fa1, cuda_fa3, cuda_decode, cuda_backward_fa3
     return [*cuda.common(arch), *(instance for module in modules for instance in module.common(info))]
 
 
@@ -77,7 +77,7 @@ def test_two_instances_of_fa1_for_every_other_gpu(arch, d):
 
 @pytest.mark.parametrize("arch", ["sm_80", *ONE_EACH])
 def test_fa3_is_for_one_architecture(arch):
-    assert not cuda_fa3.common(cuda.representative(arch))
+    assert not cuda_fa3.common(cuda.representative(arch)) and not cuda_backward_fa3.common(cuda.representative(arch))
 
 
 @pytest.mark.parametrize("arch", ONE_EACH)

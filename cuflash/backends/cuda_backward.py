@@ -16,7 +16,7 @@ from .. import device, jit, launch, structs
 from ..device import DeviceInfo
 from ..types import UNBOUNDED, ArrayView, Gradients, Plan, Problem, name_of
 from . import cuda_backward_fa3
-from .cuda_instance import CUDA_TYPES, MASK_LEFT, MASK_LENGTH, MASK_RIGHT, SHORT_TYPES
+from .cuda_instance import CUDA_TYPES, LARGEST_GRID, MASK_LEFT, MASK_LENGTH, MASK_RIGHT, SHORT_TYPES
 
 PREPARE_ROWS, PREPARE_THREADS = 32, 256  # as backward_prepare.cu has them
 CONVERT_THREADS = 256
@@ -112,7 +112,12 @@ def decline(problem: Problem, kernel: str) -> str | None:
     """Why this kernel does not differentiate this call, or None; beside what every raw kernel declines."""
     if kernel != "fa3":
         return "the backward pass of this backend is kernel 'fa3'"
-    return cuda_backward_fa3.decline(problem)
+    if (reason := cuda_backward_fa3.decline(problem)) is not None:
+        return reason
+    tiles = problem.heads_q * structs.places(problem, 1), problem.batch * problem.heads_kv * n_tiles(problem)
+    if max(tiles) > LARGEST_GRID:
+        return f"{max(tiles):,} rows of queries or tiles of keys, of all heads; it has numbers for {LARGEST_GRID:,}"
+    return None
 
 
 def instance(problem: Problem) -> cuda_backward_fa3.Instance:

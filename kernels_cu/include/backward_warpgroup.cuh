@@ -57,7 +57,6 @@ template <class C> struct BackwardWarpgroup {
         }
         const Ring<typename C::KStages> stage{smem + C::K_SMEM, 0, turn % 2};
         stage.wait_full();
-#pragma unroll 1
         const int first_head = uniform(keys.head * p.prefill.group);
 #pragma unroll 1
         for (int head = first_head; head < first_head + p.prefill.group; ++head) {
