@@ -86,12 +86,14 @@ def build_parser() -> argparse.ArgumentParser:
 
     bench = commands.add_parser("bench", help="measure cuflash beside its peers").add_subparsers(required=True, metavar="what")
     prefill = bench.add_parser("prefill", help="long queries on a GPU, beside FlashAttention and cuDNN where they are installed")
+    backward = bench.add_parser("backward", help="gradients on a GPU, beside FlashAttention and cuDNN where they are installed")
     variants = bench.add_parser("variants", help="grouped heads, packed sequences, pages, windows and odd head sizes beside plain calls")
     start = bench.add_parser("start", help="time to the first result on a GPU, and of a call on the host")
     on_host = bench.add_parser("host", help="host time of calls on a GPU, beside an empty launch")
     ladder = bench.add_parser("ladder", help="naive, fa1, fa2 and fa3 on a GPU: bytes moved, counted and measured, and speed")
     decode = bench.add_parser("decode", help="one query over dense and paged caches on a GPU, beside peers and a kernel that only reads")
     fallback = bench.add_parser("fallback", help="the Numba CUDA backend, which takes what the raw kernels do not")
+    from .bench import backward as bench_backward
     from .bench import decode as bench_decode
     from .bench import fallback as bench_fallback
     from .bench import host as bench_host
@@ -102,7 +104,7 @@ def build_parser() -> argparse.ArgumentParser:
 
     for subparser, module in (
         (prefill, bench_prefill), (variants, bench_variants), (ladder, bench_ladder), (start, bench_start), (on_host, bench_host),
-        (fallback, bench_fallback), (decode, bench_decode),
+        (fallback, bench_fallback), (decode, bench_decode), (backward, bench_backward),
     ):
         module.add_arguments(subparser)
         subparser.set_defaults(command=module.run)

@@ -12,7 +12,7 @@ import pytest
 from case import BF16, F16
 
 from cuflash import reference
-from cuflash.bench import accuracy, peers, prefill, report, variants
+from cuflash.bench import accuracy, backward, peers, prefill, report, variants
 from cuflash.problem import build_attention
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -32,6 +32,21 @@ def test_all_shapes_have_the_same_tokens_and_width():
     assert full.flops == 4 * 4 * 16 * 4096**2 * 128 == 2 * causal.flops
     both = list(prefill.cases(dtypes=peers.DTYPES))
     assert len({s.name for s in both}) == 72 and {s.dtype for s in both} == {"bfloat16", "float16"}
+
+
+def test_backward_counts_five_products():
+    shapes = list(backward.cases())
+    assert len(shapes) == 30 and len({s.name for s in shapes}) == 30
+    full, causal = backward.cases("D128 N2048")
+    assert backward.flops(full) == 10 * 8 * 16 * 2048**2 * 128 == 2 * backward.flops(causal)
+
+
+def test_backward_refuses_gradients_that_differ():
+    want = [np.linspace(-1, 1, 12, dtype=np.float32).reshape(1, 3, 2, 2) for _ in range(3)]
+    same = tuple(a.astype(BF16) for a in want)
+    backward.check(same, want)
+    with pytest.raises(RuntimeError, match="its dv differs from cuflash's by 2 of the largest"):
+        backward.check((*same[:2], (-want[2]).astype(BF16)), want)
 
 
 def test_summary_is_of_ratios():

@@ -9,7 +9,9 @@ import re
 
 import pytest
 from cuflash import jit
-from cuflash.backends import cuda, cuda_append, cuda_backward, cuda_backward_fa3, cuda_decode, cuda_fa1, cuda_fa3, cuda_fp, cuda_merge, cuda_pages, cuda_parts
+from cuflash.backends import (
+    cuda, cuda_append, cuda_backward, cuda_backward_fa3, cuda_decode, cuda_fa1, cuda_fa3, cuda_fp, cuda_merge, cuda_pages, cuda_parts,
+)
 
 pytestmark = pytest.mark.skipif(jit.why_unusable() is not None, reason=f"kernels cannot be compiled here: {jit.why_unusable()}")
 
@@ -104,6 +106,15 @@ def test_the_kernels_that_append_copy_and_merge(arch):
             text = jit.compile_cubin(source, arch)[1]
             assert re.search("0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads", text) and "warning" not in text.lower(), text
             assert int(re.search(r"Used (\d+) registers", text)[1]) * module.THREADS * 8 <= REGISTERS_SM, text
+
+
+def test_the_kernels_before_and_behind_a_backward_pass():
+    sources = [s for s in cuda_backward.instances(cuda.representative("sm_90a")) if s.file != "backward_fa3.cu"]
+    sources.append(cuda_backward.prepare_source("float16", "bfloat16", 8, False))
+    assert {s.file for s in sources} == {"backward_prepare.cu", "backward_convert.cu"}
+    for source in sources:
+        text = jit.compile_cubin(source, "sm_90a")[1]
+        assert re.search("0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads", text) and "warning" not in text.lower(), text
 
 
 @pytest.mark.parametrize("arch", [*WHOLE, *ONE_EACH])
