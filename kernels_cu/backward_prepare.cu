@@ -35,7 +35,8 @@ template <class Out, class Grad, int LANES, bool VECTOR> __device__ __forceinlin
     const i64 entry = f.cu_seqlens_q ? 0 : batch;
     float4* sums = reinterpret_cast<float4*>(p.dq_sum + (head * p.places + first) * p.dq_columns);
     for (int i = threadIdx.x; i < PREPARE_ROWS * p.dq_columns / 4; i += PREPARE_THREADS) sums[i] = float4{0.0f, 0.0f, 0.0f, 0.0f};
-#pragma unroll
+    constexpr int AT_ONCE = VECTOR ? PREPARE_ROWS * LANES / PREPARE_THREADS : 1;
+#pragma unroll AT_ONCE
     for (int i = threadIdx.x / LANES; i < PREPARE_ROWS; i += PREPARE_THREADS / LANES) {
         const int row = first_row + i;
         const bool here = row < seq.q_length;
