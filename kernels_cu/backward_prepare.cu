@@ -6,19 +6,6 @@
 constexpr int PREPARE_ROWS = 32;  // of a head and a sequence, by a block
 constexpr int PREPARE_THREADS = 256;
 
-// Eight numbers of a row, from column 8 * piece on; 0 where there are none.
-template <class T, bool VECTOR>
-__device__ __forceinline__ uint4 eight(const u16* row, i64 column_stride, int piece, int columns) {
-    if constexpr (VECTOR) {
-        return 8 * piece < columns ? *reinterpret_cast<const uint4*>(row + 8 * piece) : make_uint4(0, 0, 0, 0);
-    } else {
-        u32 x[8];
-#pragma unroll
-        for (int i = 0; i < 8; ++i) x[i] = 8 * piece + i < columns ? row[(8 * piece + i) * column_stride] : 0;
-        return make_uint4(x[0] | x[1] << 16, x[2] | x[3] << 16, x[4] | x[5] << 16, x[6] | x[7] << 16);
-    }
-}
-
 template <class A, class B> __device__ __forceinline__ float dot2(u32 x, u32 y) {
     const float2 a = unpack2<A>(x), b = unpack2<B>(y);
     return fmaf(a.y, b.y, a.x * b.x);
@@ -52,11 +39,17 @@ template <class Out, class Grad, int LANES, bool VECTOR> __device__ __forceinlin
                 (seq.q_begin + row) * f.out_stride.row;
             const u16* g = static_cast<const u16*>(p.dout) + entry * p.dout_stride.batch + i64(head) * p.dout_stride.head +
                 (seq.q_begin + row) * p.dout_stride.row;
+            if constexpr (VECTOR) {
 #pragma unroll 1
-            for (int piece = lane; 8 * piece < f.head_dim_v; piece += LANES) {
-                const uint4 x = eight<Out, VECTOR>(o, f.out_stride.column, piece, f.head_dim_v);
-                const uint4 y = eight<Grad, VECTOR>(g, p.dout_stride.column, piece, f.head_dim_v);
-                delta += dot2<Out, Grad>(x.x, y.x) + dot2<Out, Grad>(x.y, y.y) + (dot2<Out, Grad>(x.z, y.z) + dot2<Out, Grad>(x.w, y.w));
+                for (int column = 8 * lane; column < f.head_dim_v; column += 8 * LANES) {
+                    const uint4 x = *reinterpret_cast<const uint4*>(o + column), y = *reinterpret_cast<const uint4*>(g + column);
+                    delta += dot2<Out, Grad>(x.x, y.x) + dot2<Out, Grad>(x.y, y.y);
+                    delta += dot2<Out, Grad>(x.z, y.z) + dot2<Out, Grad>(x.w, y.w);
+                }
+            } else {
+#pragma unroll 1
+                for (int column = lane; column < f.head_dim_v; column += LANES)
+                    delta += dot2<Out, Grad>(o[column * f.out_stride.column], g[column * p.dout_stride.column]);
             }
         }
 #pragma unroll

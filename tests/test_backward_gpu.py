@@ -73,6 +73,21 @@ def test_lengths_on_the_device():
     compare.assert_close(found.dq.get(), dq, 2 * compare.eps(BF16) * np.abs(dq).max(), "dq")
 
 
+def test_one_number_for_all_of_dout():
+    """Broadcast, as the gradient of a sum is: it is copied."""
+    import cupy
+
+    q, k, v, _ = operands(2, 130, 130, 2, 64, BF16)
+    out, lse = cuflash.attention(q, k, v, causal=True, return_lse=True)
+    one = there(np.ones((1, 1, 1, 1), BF16))[0]
+    found, want = (
+        cuflash.attention_backward(dout, q, k, v, out, lse, causal=True, kernel="fa3", backend="cuda")
+        for dout in (cupy.broadcast_to(one, out.shape), cupy.ascontiguousarray(cupy.broadcast_to(one, out.shape)))
+    )
+    for name in ("dk", "dv"):
+        compare.assert_same_bits(getattr(found, name).get(), getattr(want, name).get(), name)
+
+
 def test_gradients_lie_in_memory_as_their_arrays():
     q, k, v, dout = (a.transpose(0, 2, 1, 3) for a in operands(2, 64, 64, 3, 64, F16))  # as (B, H, S, D) in memory
     out, lse = cuflash.attention(q, k, v, return_lse=True)

@@ -6,6 +6,7 @@ The rows' statistics first (backward_prepare.cu), then the products by tiles of 
 from __future__ import annotations
 
 import functools
+import math
 import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -105,7 +106,8 @@ def instances(info: DeviceInfo) -> Iterator[jit.Source]:
 
 def workspace(problem: Problem, chosen: cuda_backward_fa3.Instance) -> int:
     """Bytes beyond inputs and gradients."""
-    return 4 * sum(work_sizes(problem, chosen).values())
+    copied = problem.q.dtype.itemsize * math.prod(problem.out_shape) if cuda_backward_fa3.copies_dout(problem) else 0
+    return 4 * sum(work_sizes(problem, chosen).values()) + copied
 
 
 def decline(problem: Problem, kernel: str) -> str | None:
@@ -141,6 +143,8 @@ def run(plan: Plan, problem: Problem, pointers: Mapping[str, int]) -> Gradients:
     cupy = sys.modules["cupy"]
     chosen, place = plan.extra, problem.q.device
     info = device.probe(place)
+    if cuda_backward_fa3.copies_dout(problem):
+        problem = problem.replace(dout=_view(cupy.ascontiguousarray(problem.dout.array), place))
     found = {f"d{name}": _like(getattr(problem, name)) for name in "qkv"}
     clear_slack(problem, found)
     sizes = work_sizes(problem, chosen)
@@ -148,7 +152,7 @@ def run(plan: Plan, problem: Problem, pointers: Mapping[str, int]) -> Gradients:
     work, at = {}, 0
     for name, size in sizes.items():
         work[name], at = memory[at : at + size], at + size
-    views = {name: ArrayView(a, int(a.data.ptr), a.shape, a.strides, a.dtype, "cupy", place) for name, a in found.items()}
+    views = {name: _view(a, place) for name, a in found.items()}
     params = pack(problem, chosen, views, pointers, {name: int(a.data.ptr) for name, a in work.items()}, info)
     whole, stream = cuda_backward_fa3.pack(problem, chosen, params), launch.stream_pointer(None)
     for source, kind, grid, threads, shared in kernels(problem, chosen, info):
@@ -162,6 +166,10 @@ def clear_slack(problem: Problem, gradients: Mapping[str, Any]) -> None:
     if problem.varlen:
         for name, cu in (("dq", problem.cu_seqlens_q), ("dk", problem.cu_seqlens_k), ("dv", problem.cu_seqlens_k)):
             gradients[name][int(cu[-1]) if isinstance(cu, np.ndarray) else 0 :] = 0
+
+
+def _view(a: Any, place: int) -> ArrayView:
+    return ArrayView(a, int(a.data.ptr), a.shape, a.strides, a.dtype, "cupy", place)
 
 
 def _like(a: ArrayView) -> Any:

@@ -76,15 +76,15 @@ def decline(problem: Problem) -> str | None:
     sizes = problem.head_dim, problem.head_dim_v
     if max(sizes) > LARGEST_HEAD or any(size % 8 for size in sizes):
         return f"head sizes {sizes[0]} and {sizes[1]}; it takes multiples of 8 up to {LARGEST_HEAD}"
-    for name, a in (("q", problem.q), ("k", problem.k), ("v", problem.v), ("dout", problem.dout)):
-        if a is None:
-            continue
-        if a.dtype != problem.q.dtype:
-            return f"{name}: {a.dtype} beside queries of {problem.q.dtype}; kernel='fa2' takes both"
-        reason = cuda_fa3.why_no_map(name, a)
-        if reason is not None:
-            return reason
-    return None
+    if problem.dout is not None and problem.dout.dtype != problem.q.dtype:
+        return f"dout: {problem.dout.dtype} beside queries of {problem.q.dtype}; it multiplies numbers of one type"
+    arrays = (("q", problem.q), ("k", problem.k), ("v", problem.v))
+    return next(filter(None, (cuda_fa3.why_no_map(name, a) for name, a in arrays)), None)
+
+
+def copies_dout(problem: Problem) -> bool:
+    """Whether dO lies so that the copy engine cannot read it, such as a number that is broadcast: then a copy of it is read."""
+    return problem.dout is not None and cuda_fa3.why_no_map("dout", problem.dout) is not None
 
 
 def instance(problem: Problem, mask: int) -> Instance:
