@@ -6,6 +6,7 @@ The rows' statistics first (backward_prepare.cu), then the products by tiles of 
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import sys
 from collections.abc import Iterator, Mapping
@@ -143,21 +144,23 @@ def run(plan: Plan, problem: Problem, pointers: Mapping[str, int]) -> Gradients:
     cupy = sys.modules["cupy"]
     chosen, place = plan.extra, problem.q.device
     info = device.probe(place)
+    steps = [  # first: what is not compiled yet fails in a stream capture
+        (launch.Step(jit.function(source, place, shared), grid, threads, shared), kind)
+        for source, kind, grid, threads, shared in kernels(problem, chosen, info)
+    ]
     if cuda_backward_fa3.copies_dout(problem):
+        launch.refuse_capture("the copy of dout, whose rows the kernel cannot read as they lie,")
         problem = problem.replace(dout=_view(cupy.ascontiguousarray(problem.dout.array), place))
     found = {f"d{name}": _like(getattr(problem, name)) for name in "qkv"}
     clear_slack(problem, found)
-    sizes = work_sizes(problem, chosen)
-    memory = cupy.empty(sum(sizes.values()), np.float32)
-    work, at = {}, 0
-    for name, size in sizes.items():
-        work[name], at = memory[at : at + size], at + size
     views = {name: _view(a, place) for name, a in found.items()}
-    params = pack(problem, chosen, views, pointers, {name: int(a.data.ptr) for name, a in work.items()}, info)
-    whole, stream = cuda_backward_fa3.pack(problem, chosen, params), launch.stream_pointer(None)
-    for source, kind, grid, threads, shared in kernels(problem, chosen, info):
-        step = launch.Step(jit.function(source, place, shared), grid, threads, shared)
-        launch.launch(step, params if kind == "BackwardParams" else whole, stream)
+    sizes = work_sizes(problem, chosen)
+    with launch.workspace(4 * sum(sizes.values()), place) as memory:
+        starts = itertools.accumulate((4 * size for size in sizes.values()), initial=memory)
+        params = pack(problem, chosen, views, pointers, dict(zip(sizes, starts, strict=False)), info)
+        whole, stream = cuda_backward_fa3.pack(problem, chosen, params), launch.stream_pointer(None)
+        for step, kind in steps:
+            launch.launch(step, params if kind == "BackwardParams" else whole, stream)
     return Gradients(**found)
 
 
