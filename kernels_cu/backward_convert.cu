@@ -7,11 +7,10 @@ constexpr int CONVERT_THREADS = 256;
 
 // M: queries of a tile. A part of a tile are 64 columns of all its queries, or, where there are no more columns, of half of them.
 template <class In, int M, int COLUMNS> __device__ __forceinline__ void backward_convert(const BackwardParams& p) {
-    constexpr int QUERIES = COLUMNS == 128 ? M : M / 2, PITCH = 64 + 8;
-    static_assert(COLUMNS == 64 || COLUMNS == 128, "");
+    constexpr int QUERIES = COLUMNS == 64 ? M / 2 : M, PARTS = COLUMNS == 64 ? 2 : COLUMNS / 64, PITCH = 64 + 8;
     __shared__ __align__(16) u16 rows_smem[QUERIES * PITCH];
     const PrefillParams& f = p.prefill;
-    const u32 part = block_index() % 2, head = block_index() / 2 % u32(f.heads_q), tile = block_index() / 2 / u32(f.heads_q);
+    const u32 part = block_index() % PARTS, rest = block_index() / PARTS, head = rest % u32(f.heads_q), tile = rest / u32(f.heads_q);
     const u32 tiles = u32(p.places / M);
     const float4* sums = reinterpret_cast<const float4*>(p.dq_sum + (i64(head) * tiles + tile) * M * COLUMNS + part * QUERIES * 64);
     for (int i = threadIdx.x; i < QUERIES / 8 * 128; i += CONVERT_THREADS) {
@@ -27,7 +26,7 @@ template <class In, int M, int COLUMNS> __device__ __forceinline__ void backward
     const int batch = batch_of_tile(p, tile);
     const Sequence seq = sequence(f, batch);
     const int first_row = int(i64(tile) * M - first_place_of(p, batch, seq)) + (COLUMNS == 64 ? part * QUERIES : 0);
-    const int first_column = COLUMNS == 128 ? part * 64 : 0;
+    const int first_column = COLUMNS == 64 ? 0 : part * 64;
     const i64 entry = f.cu_seqlens_q ? 0 : batch;
     for (int i = threadIdx.x; i < QUERIES * 8; i += CONVERT_THREADS) {
         const int row = first_row + i / 8, column = first_column + i % 8 * 8;

@@ -1,4 +1,4 @@
-// The backward pass on Hopper (sm_90a), 16-bit numbers, head sizes up to 128: TMA copies, products of warpgroups (wgmma) from shared
+// The backward pass on Hopper (sm_90a), 16-bit numbers, head sizes up to 256: TMA copies, products of warpgroups (wgmma) from shared
 // memory, and warps that only load. After Shah et al. 2024, FlashAttention-3; recomputation from the log-sum-exp as in Dao et al. 2022.
 #include "include/backward_finish.cuh"
 
@@ -6,10 +6,12 @@ template <int STAGES_, int BYTES, int BARRIERS> struct Stages {
     static constexpr int STAGES = STAGES_, STAGE_BYTES = BYTES, BARRIERS_SMEM = BARRIERS;
 };
 
-// M: queries of a step. A block has 128 keys, 64 of each of two warpgroups.
+// M: queries of a step. A block has 128 keys, 64 of each of two warpgroups; or, where heads are WIDE, 64 keys of both.
 template <class In_, int DQK_, int DV_, int M_, int STAGES, int MASK_> struct BackwardFa3 {
     using In = In_;
-    static constexpr int DQK = DQK_, DV = DV_, M = M_, N = 128, MASK = MASK_;
+    static constexpr int DQK = DQK_, DV = DV_, M = M_, MASK = MASK_;
+    static constexpr bool WIDE = DQK > 128;
+    static constexpr int N = WIDE ? 64 : 128, OWN = WIDE ? M / 2 : M;  // keys; queries of a warpgroup's scores
     static constexpr bool DQ_BY_QUERIES = DQK == 64;
     static constexpr int DQ_QUERIES = DQ_BY_QUERIES ? M / 2 : M;
     static constexpr int THREADS = 384, REGISTERS = 232, LOADER_REGISTERS = 40;
@@ -17,17 +19,18 @@ template <class In_, int DQK_, int DV_, int M_, int STAGES, int MASK_> struct Ba
     using GTile = SmemTile<M, DV>;
     using KTile = SmemTile<N, DQK>;
     using VTile = SmemTile<N, DV>;
-    using STile = SmemTile<N, M>;  // gradients of scores
+    using STile = SmemTile<N, M>;  // gradients of scores; WIDE: weights as well
+    static constexpr int G_STAGES = WIDE ? 1 : STAGES;
     static constexpr int K_SMEM = 0, V_SMEM = K_SMEM + KTile::BYTES, Q_SMEM = V_SMEM + VTile::BYTES;
-    static constexpr int G_SMEM = Q_SMEM + STAGES * QTile::BYTES, S_SMEM = G_SMEM + STAGES * GTile::BYTES;
-    static constexpr int LSE_SMEM = S_SMEM + 2 * STile::BYTES, DELTA_SMEM = LSE_SMEM + STAGES * M * 4;
-    static constexpr int PART_BYTES = M * DQK / 8 * 4;  // of dQ, of a warp
-    static constexpr int DQ_SMEM = DELTA_SMEM + STAGES * M * 4, BARRIERS_SMEM = DQ_SMEM + 8 * PART_BYTES;
-    static constexpr int TAIL_SMEM = BARRIERS_SMEM + 16 * (2 * STAGES + 3), SMEM_BYTES = TAIL_SMEM + 32;
+    static constexpr int G_SMEM = Q_SMEM + STAGES * QTile::BYTES, S_SMEM = G_SMEM + G_STAGES * GTile::BYTES;
+    static constexpr int LSE_SMEM = S_SMEM + (WIDE ? 4 : 2) * STile::BYTES, DELTA_SMEM = LSE_SMEM + STAGES * M * 4;
+    static constexpr int PART_BYTES = M * (WIDE ? 128 : DQK) / 8 * 4;  // of dQ, of a warp at a time
+    static constexpr int DQ_SMEM = DELTA_SMEM + G_STAGES * M * 4, BARRIERS_SMEM = DQ_SMEM + 8 * PART_BYTES;
+    static constexpr int TAIL_SMEM = BARRIERS_SMEM + 16 * (STAGES + G_STAGES + 3), SMEM_BYTES = TAIL_SMEM + 32;
     using QStages = Stages<STAGES, QTile::BYTES, BARRIERS_SMEM - Q_SMEM>;
-    using GStages = Stages<STAGES, GTile::BYTES, BARRIERS_SMEM + 16 * STAGES - G_SMEM>;
-    using SStages = Stages<2, STile::BYTES, BARRIERS_SMEM + 16 * (2 * STAGES) - S_SMEM>;
-    using KStages = Stages<1, 0, BARRIERS_SMEM + 16 * (2 * STAGES + 2) - K_SMEM>;  // of both keys and values
+    using GStages = Stages<G_STAGES, GTile::BYTES, BARRIERS_SMEM + 16 * STAGES - G_SMEM>;
+    using SStages = Stages<2, STile::BYTES, BARRIERS_SMEM + 16 * (STAGES + G_STAGES) - S_SMEM>;
+    using KStages = Stages<1, 0, BARRIERS_SMEM + 16 * (STAGES + G_STAGES + 2) - K_SMEM>;  // of both keys and values
     using TailStages = Stages<1, 0, 0>;
 };
 
@@ -49,7 +52,7 @@ template <class C> __device__ __forceinline__ void backward_fa3(const BackwardFa
         else if (thread_index() / 32 == 1) load_douts<C>(p, smem, tiles);
     } else {
         registers_raise<C::REGISTERS>();
-        BackwardWarpgroup<C> group(p.backward, warpgroup - 1, smem);
+        typename Choose<C::WIDE, BackwardWide<C>, BackwardWarpgroup<C>>::Type group(p.backward, warpgroup - 1, smem);
         u32 turn = 0;
 #pragma unroll 1
         for (u32 tile = uniform(block_index()); tile < tiles; tile += gridDim.x) {

@@ -27,14 +27,14 @@ def made(rows=100, keys=200, d=64, dv=None, heads=2, heads_kv=2, dtype=F16):
 
 TAKEN = {
     "plain": (made(), {}), "causal": (made(), {"causal": True}), "window": (made(), {"window": (64, 0)}),
-    "lengths": (made(), {"kv_lengths": [200, 3], "kv_start": [1, 0]}), "groups": (made(heads=6), {}), "widest": (made(d=128), {}),
+    "lengths": (made(), {"kv_lengths": [200, 3], "kv_start": [1, 0]}), "groups": (made(heads=6), {}), "widest": (made(d=256), {}),
     "two sizes": (made(d=40, dv=128), {}), "bfloat16": (made(dtype=BF16), {}), "negative scale": (made(), {"scale": -1.0}),
     "broadcast dout": ((np.broadcast_to(np.ones((), F16), (2, 100, 2, 64)), *made()[1:]), {}),
 }  # fmt: skip
 LEFT = {
     "float32": (made(dtype=F32), {}, "float32 arrays"), "softcap": (made(), {"softcap": 3.0}, "softcap"),
     "sinks": (made(), {"sinks": np.zeros(2)}, "sinks"), "bias": (made(), {"bias": np.zeros((1, 1, 1, 200), F16)}, "bias"),
-    "wide heads": (made(d=136), {}, "head sizes 136 and 136"), "odd heads": (made(d=36), {}, "head sizes 36 and 36"),
+    "wide heads": (made(d=264), {}, "head sizes 264 and 264"), "odd heads": (made(d=36), {}, "head sizes 36 and 36"),
     "no keys": (made(keys=0), {}, "k has no elements"), "deterministic": (made(), {"deterministic": True}, "deterministic"),
     "another dout": ((made()[0].astype(F32), *made()[1:]), {}, "dout: float32"),
     "strides": ((*made()[:2], made()[2][..., ::-1], *made()[3:]), {}, "k: columns -2 bytes apart"),

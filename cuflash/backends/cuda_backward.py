@@ -39,9 +39,9 @@ def section(problem: Problem, info: DeviceInfo) -> int:
     return -(-pairs // -(-pairs // most))
 
 
-def n_tiles(problem: Problem) -> int:
+def n_tiles(problem: Problem, chosen: cuda_backward_fa3.Instance) -> int:
     """Tiles of keys of the longest sequence; all that are in memory have gradients."""
-    return -(-problem.seqlen_k // cuda_backward_fa3.KEYS)
+    return -(-problem.seqlen_k // chosen.tile.n)
 
 
 def pack(
@@ -50,7 +50,7 @@ def pack(
 ) -> np.ndarray:
     """The struct of all launches but that of the products, which has it as its first member."""
     return structs.pack_backward(
-        problem, gradients, chosen.tile.m, n_tiles(problem), section(problem, info), True, pointers, work, chosen.d,
+        problem, gradients, chosen.tile.m, n_tiles(problem, chosen), section(problem, info), True, pointers, work, chosen.d,
     )
 
 
@@ -60,16 +60,22 @@ def kernels(
     """What is launched: source, type of the struct, blocks, threads, bytes of shared memory."""
     places = structs.places(problem, chosen.tile.m)
     vector = structs.copy_bytes((problem.out, problem.dout)) == 16
-    prepare = prepare_source(name_of(problem.out.dtype), name_of(problem.dout.dtype), 8 if problem.head_dim_v <= 64 else 16, vector)
-    blocks = problem.batch * problem.heads_kv * n_tiles(problem)
-    if chosen.mask == MASK_LENGTH or n_tiles(problem) <= FEW_TILES:  # of equal length, or of little work beside what a block's start takes
+    prepare = prepare_source(name_of(problem.out.dtype), name_of(problem.dout.dtype), lanes(problem.head_dim_v), vector)
+    blocks = problem.batch * problem.heads_kv * n_tiles(problem, chosen)
+    # Of equal length, or of little work beside what a block's start takes.
+    if chosen.mask == MASK_LENGTH or n_tiles(problem, chosen) <= FEW_TILES:
         blocks = min(blocks, info.multiprocessors)
     tiles = problem.heads_q * (places // chosen.tile.m)
     return [
         (prepare, "BackwardParams", problem.heads_q * (places // PREPARE_ROWS), PREPARE_THREADS, 0),
         (chosen.source, "BackwardFa3Params", blocks, chosen.tile.threads, chosen.shared_memory),
-        (convert_source(chosen.dtype, chosen.tile.m, chosen.d), "BackwardParams", 2 * tiles, CONVERT_THREADS, 0),
+        (convert_source(chosen.dtype, chosen.tile.m, chosen.d), "BackwardParams", max(2, chosen.d // 64) * tiles, CONVERT_THREADS, 0),
     ]
+
+
+def lanes(head_dim_v: int) -> int:
+    """That have a row of out and of dout, 16 bytes each at a time."""
+    return 8 if head_dim_v <= 64 else 16 if head_dim_v <= 128 else 32
 
 
 def _stub(function: str, name: str, threads: int) -> str:
@@ -101,7 +107,7 @@ def instances(info: DeviceInfo) -> Iterator[jit.Source]:
     for chosen in cuda_backward_fa3.common(info):
         yield chosen.source
     for chosen in {(i.dtype, i.tile.m, i.d): i for i in cuda_backward_fa3.common(info)}.values():
-        yield prepare_source(chosen.dtype, chosen.dtype, 8 if chosen.dv <= 64 else 16, True)
+        yield prepare_source(chosen.dtype, chosen.dtype, lanes(chosen.dv), True)
         yield convert_source(chosen.dtype, chosen.tile.m, chosen.d)
 
 
@@ -117,7 +123,7 @@ def decline(problem: Problem, kernel: str) -> str | None:
         return "the backward pass of this backend is kernel 'fa3'"
     if (reason := cuda_backward_fa3.decline(problem)) is not None:
         return reason
-    tiles = problem.heads_q * structs.places(problem, 1), problem.batch * problem.heads_kv * n_tiles(problem)
+    tiles = problem.heads_q * structs.places(problem, 1), problem.batch * problem.heads_kv * n_tiles(problem, instance(problem))
     if max(tiles) > LARGEST_GRID:
         return f"{max(tiles):,} rows of queries or tiles of keys, of all heads; it has numbers for {LARGEST_GRID:,}"
     return None

@@ -16,8 +16,7 @@ from . import cuda_fa3
 from .cuda_instance import CUDA_TYPES, MASK_LENGTH, MASK_RIGHT, PrefillInstance
 
 TYPES = ("float16", "bfloat16")
-LARGEST_HEAD = 128
-KEYS = 128  # of a block
+LARGEST_HEAD = 256
 
 
 class Tile(NamedTuple):
@@ -26,18 +25,22 @@ class Tile(NamedTuple):
     m: int
     stages: int
 
-    n = KEYS
+    n: int = 128  # keys of a block
+    dout_stages: int = 2
+
     threads = 384
     warps = 12
     resident = 1
 
     def shared_memory(self, d: int, dv: int) -> int:
         """Bytes of dynamic shared memory for padded head sizes; BackwardFa3::SMEM_BYTES counts the same."""
-        keys, rows = 2 * KEYS * (d + dv), 2 * self.stages * self.m * (d + dv)
-        return keys + rows + 4 * KEYS * self.m + 8 * self.stages * self.m + 4 * self.m * d + 16 * (2 * self.stages + 3) + 32
+        wide, stages = d > 128, self.stages + self.dout_stages
+        tiles = 2 * self.n * (d + dv) + 2 * self.m * (self.stages * d + self.dout_stages * dv) + (8 if wide else 4) * self.n * self.m
+        return tiles + 4 * stages * self.m + 4 * self.m * min(d, 128) + 16 * (stages + 3) + 32
 
 
-TILES = {64: Tile(128, 2), 128: Tile(64, 2)}  # by the padded head size of queries; a thread has 232 registers for its sums
+# By the padded head size; a thread has 232 registers for its sums.
+TILES = {64: Tile(128, 2), 128: Tile(64, 2), 256: Tile(64, 2, 64, 1)}
 
 
 @dataclass(frozen=True)
@@ -48,12 +51,13 @@ class Instance(PrefillInstance):
 
     @property
     def tile_words(self) -> list[str]:
-        return [f"m{self.tile.m}n{KEYS}s{self.tile.stages}"]
+        return [f"m{self.tile.m}n{self.tile.n}s{self.tile.stages}"]
 
     @property
     def preamble(self) -> str:
-        dq_queries = self.tile.m // 2 if self.d == 64 else self.tile.m
-        return wgmma.backward_products(CUDA_TYPES[self.dtype], self.tile.m, {self.d, self.dv}, dq_queries)
+        m, wide = self.tile.m, self.d > 128
+        queries, dq_queries, columns = (m // 2 if wide else m), (m // 2 if self.d == 64 else m), min(self.d, 128)
+        return wgmma.backward_products(CUDA_TYPES[self.dtype], queries, columns, dq_queries, not wide)
 
     @property
     def arguments(self) -> list[Any]:
@@ -89,7 +93,7 @@ def copies_dout(problem: Problem) -> bool:
 
 def instance(problem: Problem, mask: int) -> Instance:
     """The kernel instance for these arrays: heads of queries and of values are padded to one size."""
-    d = 64 if max(problem.head_dim, problem.head_dim_v) <= 64 else 128
+    d = next(size for size in TILES if size >= max(problem.head_dim, problem.head_dim_v))
     dtype = name_of(problem.q.dtype)
     return Instance(dtype, dtype, d, d, TILES[d], mask)
 
@@ -98,7 +102,8 @@ def pack(problem: Problem, chosen: Instance, backward: np.ndarray) -> np.ndarray
     """The struct of the launch, with that of the others in it."""
     p = tensor_map.aligned(bytes(structs.BACKWARD_FA3_PARAMS.itemsize)).view(structs.BACKWARD_FA3_PARAMS)
     p["backward"] = backward
-    boxes = ((problem.q, chosen.tile.m), (problem.k, KEYS), (problem.v, KEYS), (problem.dout, chosen.tile.m))
+    m, n = chosen.tile.m, chosen.tile.n
+    boxes = ((problem.q, m), (problem.k, n), (problem.v, n), (problem.dout, m))
     for name, (a, n) in zip(structs.BACKWARD_MAPS, boxes, strict=True):
         p[name] = np.void(tensor_map.tensor_map(*cuda_fa3._box(a, n)).at(a.pointer))
     return p

@@ -1,13 +1,14 @@
 // The end of a tile of keys of backward_fa3.cu: dK and dV, from registers to memory.
 #include "include/backward_warpgroup.cuh"
+#include "include/backward_wide.cuh"
 
 // The warp's sums, times a factor, through memory of its own to rows of an array.
-template <class C, int D> __device__ __forceinline__ void store_rows(
-    const BackwardWarpgroup<C>& g, const KeyTile<C>& keys, const float (&sum)[D / 8][4], float factor, void* to, const Strides& s,
-    int columns) {
+template <class C, class Group, int N> __device__ __forceinline__ void store_rows(
+    const Group& g, const KeyTile<C>& keys, const float (&sum)[N][4], float factor, void* to, const Strides& s, int columns) {
+    constexpr int D = 8 * N;
     using Tile = SmemTile<16, D>;
     static_assert(Tile::BYTES <= C::PART_BYTES, "");
-    const int lane = thread_index() % 32, first_key = keys.key + g.number * 64 + thread_index() % 128 / 32 * 16;
+    const int lane = thread_index() % 32, first_key = keys.key + g.first_key();
 #pragma unroll
     for (int k = 0; k < D / 16; ++k) {
         u32 x[4];
@@ -21,19 +22,21 @@ template <class C, int D> __device__ __forceinline__ void store_rows(
     }
     __syncwarp();
     const i64 entry = g.p.prefill.cu_seqlens_k ? 0 : keys.batch;
-    u16* const first = static_cast<u16*>(to) + entry * s.batch + i64(keys.head) * s.head + i64(keys.seq.k_begin + first_key) * s.row;
+    u16* const first = static_cast<u16*>(to) + entry * s.batch + i64(keys.head) * s.head + i64(keys.seq.k_begin + first_key) * s.row +
+        g.first_column();
 #pragma unroll
     for (int i = 0; i < 16 * D / 8 / 32; ++i) {
         const int chunk = lane % 8 + (i % (D / 64)) * 8, row = lane / 8 + i / (D / 64) * 4;
         const uint4 x = load_smem_16(g.part_smem() + chunk / 8 * Tile::BLOCK_BYTES + Tile::offset(row, chunk % 8));
-        if (first_key + row < keys.capacity && 8 * chunk < columns) *reinterpret_cast<uint4*>(first + row * s.row + 8 * chunk) = x;
+        if (first_key + row < keys.capacity && g.first_column() + 8 * chunk < columns)
+            *reinterpret_cast<uint4*>(first + row * s.row + 8 * chunk) = x;
     }
     __syncwarp();
 }
 
-template <class C> __device__ __forceinline__ void store(const BackwardWarpgroup<C>& g, const KeyTile<C>& keys) {
+template <class C, class Group> __device__ __forceinline__ void store(const Group& g, const KeyTile<C>& keys) {
     if (g.lead) additions_wait();  // the memory is that of dQ
     __syncwarp();
-    store_rows<C, C::DV>(g, keys, g.dV_rmem, 1.0f, g.p.dv, g.p.dv_stride, g.p.prefill.head_dim_v);
-    store_rows<C, C::DQK>(g, keys, g.dK_rmem, g.p.scale, g.p.dk, g.p.dk_stride, g.p.prefill.head_dim);
+    store_rows(g, keys, g.dV_rmem, 1.0f, g.p.dv, g.p.dv_stride, g.p.prefill.head_dim_v);
+    store_rows(g, keys, g.dK_rmem, g.p.scale, g.p.dk, g.p.dk_stride, g.p.prefill.head_dim);
 }

@@ -3,26 +3,20 @@
 // Scores are made transposed, keys by queries, so that weights and their gradients are operands of the products for dV and dK as they are.
 // dQ needs the gradients of both warpgroups: they meet in shared memory, and the product comes a tile later, so that neither waits for the
 // other. The warpgroups start products in turn, twice a tile, so that one computes while the other multiplies.
-#include "include/backward_load.cuh"
-#include "include/wgmma.cuh"
+#include "include/backward_scores.cuh"
 
-template <class C> struct BackwardWarpgroup {
+template <class C> struct BackwardWarpgroup : BackwardScores<C> {
     using In = typename C::In;
-    const BackwardParams& p;
-    const int number;
-    const bool lead;  // the thread speaks for its warp
-    const u32 smem;
-    float S_rmem[C::M / 8][4], dP_rmem[C::M / 8][4], dQ_rmem[C::DQ_BY_QUERIES ? C::DQ_QUERIES / 8 : 1][4];
+    using Base = BackwardScores<C>;
+    using Base::p, Base::number, Base::lead, Base::smem, Base::S_rmem, Base::dP_rmem, Base::P_rmem, Base::dS_rmem;
+    float dQ_rmem[C::DQ_BY_QUERIES ? C::DQ_QUERIES / 8 : 1][4];
     float dK_rmem[C::DQK / 8][4], dV_rmem[C::DV / 8][4];
-    u32 P_rmem[C::M / 16][4], dS_rmem[C::M / 16][4];
     int dq_tile;      // of dq_sum, to which the product for the step before belongs; below 0 if there is none
-    u32 seen_first;   // how far the thread's first query of tile 0 is behind the first one that sees its first key
-    u32 seen[2];      // queries that see each of its keys
     u32 steps;        // that have been done: queries and dO have two stages
     u32 handed;       // gradients of scores that have been added to dQ: they have two stages as well
 
     __device__ __forceinline__ BackwardWarpgroup(const BackwardParams& p, int number, u32 smem)
-        : p(p), number(number), lead(thread_index() % 32 == 0), smem(smem), dq_tile(-1), steps(0), handed(0) {
+        : Base(p, number, smem), dq_tile(-1), steps(0), handed(0) {
         if (number == 1) end_turn();
     }
 
@@ -32,29 +26,17 @@ template <class C> struct BackwardWarpgroup {
         else return S_rmem;
     }
 
-    // Of the eight that multiply.
-    static __device__ __forceinline__ int warp() { return thread_index() / 32 - 4; }
-
-    // Its own part of the memory where dQ waits to be added, which is its at the end of a tile of keys, too.
-    __device__ __forceinline__ u32 part_smem() const { return smem + C::DQ_SMEM + warp() * C::PART_BYTES; }
-
-    // The first of the thread's two keys, of the block's; the other one is 8 further.
-    __device__ __forceinline__ int own_key() const { return number * 64 + thread_index() % 128 / 32 * 16 + thread_index() % 32 / 4; }
+    // The first key of the warp, of the block's; of what it stores, the first column.
+    __device__ __forceinline__ int first_key() const { return number * 64 + thread_index() % 128 / 32 * 16; }
+    static __device__ __forceinline__ int first_column() { return 0; }
 
     // All tiles of queries. Tiles of keys that have some are counted by `turn`.
     __device__ __forceinline__ void differentiate(const KeyTile<C>& keys, u32 turn) {
-        clear(dK_rmem);
-        clear(dV_rmem);
+        Base::clear(dK_rmem);
+        Base::clear(dV_rmem);
         if (keys.last < keys.first) return;
         begin();
-        const int key = keys.key + own_key();
-        const KeyRange positions = keys.visible.positions_of_any(key, key);
-        seen_first = u32(keys.seq.position + thread_index() % 4 * 2) - u32(positions.begin);
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-            const bool there = key + 8 * r >= keys.seq.kv_start && key + 8 * r < keys.seq.kv_length;
-            seen[r] = there ? u32(positions.end) - u32(positions.begin) : 0;
-        }
+        Base::look(keys, first_key() + thread_index() % 32 / 4);
         const Ring<typename C::KStages> stage{smem + C::K_SMEM, 0, turn % 2};
         stage.wait_full();
         const int first_head = uniform(keys.head * p.prefill.group);
@@ -95,13 +77,6 @@ template <class C> struct BackwardWarpgroup {
     __device__ __forceinline__ void begin_turn() const { block_barrier<256>(1 + number); }
     __device__ __forceinline__ void end_turn() const { block_barrier_arrive<256>(2 - number); }
 
-    template <int N> static __device__ __forceinline__ void clear(float (&x)[N][4]) {
-#pragma unroll
-        for (int i = 0; i < N; ++i)
-#pragma unroll
-            for (int c = 0; c < 4; ++c) x[i][c] = 0.0f;
-    }
-
     // Gradients of 0, which the first product for dQ takes: without it the loop would have another first step.
     __device__ __forceinline__ void begin() {
 #pragma unroll
@@ -121,9 +96,9 @@ template <class C> struct BackwardWarpgroup {
         multiply<typename C::VTile, G, C::DV>(dP_rmem, place(C::V_SMEM), douts().stage_smem());
         end_turn();
         wgmma_wait<1>();
-        weigh<MASKED>(m);
+        Base::template weigh<MASKED>(m * C::M, smem + C::LSE_SMEM + queries().stage * C::M * 4 + thread_index() % 4 * 8);
         wgmma_wait<0>();
-        differentiate_scores<MASKED>();
+        Base::template differentiate_scores<MASKED>(smem + C::DELTA_SMEM + douts().stage * C::M * 4 + thread_index() % 4 * 8);
         write(now());
         begin_turn();
         add_to_dq();
@@ -188,54 +163,10 @@ template <class C> struct BackwardWarpgroup {
         __syncwarp();
 #pragma unroll
         for (int j = 0; j < C::DQ_QUERIES / 8; ++j)
-            store_smem(part_smem() + j * 512 + thread_index() % 32 * 16, dq_sums()[j]);
+            store_smem(Base::part_smem() + j * 512 + thread_index() % 32 * 16, dq_sums()[j]);
         async_proxy_fence();
         __syncwarp();
-        if (lead) add_bytes(p.dq_sum + i64(dq_tile) * (C::M * C::DQK) + warp() * (C::PART_BYTES / 4), part_smem(), C::PART_BYTES);
-    }
-
-    // Scores -> weights. A lane has two keys, 8 apart, and of every 8 queries 2 (l % 4) and the next one.
-    template <bool MASKED> __device__ __forceinline__ void weigh(int m) {
-        const u32 lse_smem = smem + C::LSE_SMEM + queries().stage * C::M * 4 + thread_index() % 4 * 8;
-        const float scale = p.prefill.logit_scale;
-#pragma unroll
-        for (int j = 0; j < C::M / 8; ++j) {
-            const float2 lse = load_smem_8(lse_smem + 32 * j);
-#pragma unroll
-            for (int c = 0; c < 4; ++c) S_rmem[j][c] = exp2_fast(fmaf(S_rmem[j][c], scale, c % 2 == 0 ? -lse.x : -lse.y));
-        }
-        if constexpr (MASKED) {
-#pragma unroll
-            for (int r = 0; r < 2; ++r) {
-                const u32 first = u32(m * C::M) + seen_first - 8 * r;
-#pragma unroll
-                for (int j = 0; j < C::M / 8; ++j)
-#pragma unroll
-                    for (int c = 0; c < 2; ++c)
-                        if (first + 8 * j + c >= seen[r]) S_rmem[j][2 * r + c] = 0.0f;
-            }
-        }
-    }
-
-    // dP -> gradients of scores, and both they and the weights to operands. A weight of 0 has none, whatever dP is.
-    template <bool MASKED> __device__ __forceinline__ void differentiate_scores() {
-        const u32 delta_smem = smem + C::DELTA_SMEM + douts().stage * C::M * 4 + thread_index() % 4 * 8;
-#pragma unroll
-        for (int j = 0; j < C::M / 8; ++j) {
-            const float2 delta = load_smem_8(delta_smem + 32 * j);
-#pragma unroll
-            for (int c = 0; c < 4; ++c) {
-                const float x = S_rmem[j][c] * (dP_rmem[j][c] - (c % 2 == 0 ? delta.x : delta.y));
-                dP_rmem[j][c] = MASKED && S_rmem[j][c] == 0.0f ? 0.0f : x;
-            }
-        }
-#pragma unroll
-        for (int k = 0; k < C::M / 16; ++k)
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                P_rmem[k][i] = pack2<In>(S_rmem[2 * k + i / 2][i % 2 * 2], S_rmem[2 * k + i / 2][i % 2 * 2 + 1]);
-                dS_rmem[k][i] = pack2<In>(dP_rmem[2 * k + i / 2][i % 2 * 2], dP_rmem[2 * k + i / 2][i % 2 * 2 + 1]);
-            }
+        if (lead) add_bytes(p.dq_sum + i64(dq_tile) * (C::M * C::DQK) + Base::warp() * (C::PART_BYTES / 4), Base::part_smem(), C::PART_BYTES);
     }
 
     // Gradients of scores, for both warpgroups.
