@@ -118,6 +118,7 @@ def attention(
     ----------
     Dao et al., "FlashAttention: Fast and Memory-Efficient Exact Attention with IO-Awareness", arXiv:2205.14135.
     Dao, "FlashAttention-2: Faster Attention with Better Parallelism and Work Partitioning", arXiv:2307.08691.
+    Shah et al., "FlashAttention-3: Fast and Accurate Attention with Asynchrony and Low-precision", arXiv:2407.08608.
     Milakov and Gimelshein, "Online normalizer calculation for softmax", arXiv:1805.02867.
 
     Examples

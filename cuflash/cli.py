@@ -63,7 +63,7 @@ def build_parser() -> argparse.ArgumentParser:
     support = commands.add_parser("support", help="the table of options and kernels, in Markdown")
     support.set_defaults(command=lambda a: load_support().table())
 
-    explain = commands.add_parser("explain", help="cost of one call, and which kernel would run")
+    explain = commands.add_parser("explain", help="cost of one call, and which kernel would run, on NumPy arrays")
     for name, default, meaning in (
         ("batch", 1, "sequences"),
         ("seqlen", None, "queries, and keys unless --seqlen-k says otherwise"),

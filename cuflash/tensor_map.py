@@ -40,14 +40,14 @@ def why_not(
     if not all(1 <= n <= MOST_BOX for n in box):
         return f"a box of {tuple(box)}; dimensions of boxes have 1 to {MOST_BOX} elements"
     if not all(0 < stride < MOST_STRIDE and stride % 16 == 0 for stride in strides):
-        return f"strides of {tuple(strides)} bytes; they are positive multiples of 16 bytes below {MOST_STRIDE}"
+        return f"strides of {tuple(strides)} bytes; they must be positive multiples of 16 bytes below 2^40"
     if swizzle not in _SWIZZLES:
         return f"a swizzle of {swizzle} bytes; there are {', '.join(map(str, _SWIZZLES))}"
     row = box[0] * itemsize
     if row % 16 or (swizzle and row > swizzle):
-        return f"rows of {row} bytes in a box; they are multiples of 16" + f", at most {swizzle}" * (swizzle > 0)
+        return f"rows of {row} bytes in a box; they must be multiples of 16" + f", at most {swizzle}" * (swizzle > 0)
     if address % 16:
-        return f"address {address:#x}; it is a multiple of 16"
+        return f"address {address:#x}; it must be a multiple of 16"
     return None
 
 

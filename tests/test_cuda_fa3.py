@@ -66,11 +66,11 @@ LEFT = {
     "pages of 8": ([made()[0], *pages(8)], PAGED, "page_table: pages of 8 keys, and it loads boxes of 16 keys or a multiple"),
     "no keys": (made(keys=0), {}, "k has no elements, and it loads boxes"),
     "no rows": (made(rows=0), {}, "q has no elements, and it loads boxes"),
-    "odd head": (made(d=33, dv=64), {}, "q: it loads boxes by tensor maps, which cannot describe strides of"),
+    "odd head": (made(d=33, dv=64), {}, "q: rows 132 bytes apart, and it loads boxes"),
     "odd values": (made(dv=33), {}, "out: "),
     "columns": ([a[..., ::2] for a in made(d=128)], {}, "q: columns 4 bytes apart, and it loads boxes"),
-    "backwards": ([made()[0], *(a[:, ::-1] for a in made()[1:])], {}, "k: it loads boxes by tensor maps, which cannot describe strides"),
-    "expanded": ([*made()[:2], np.broadcast_to(made()[2][:1], (2, 200, 2, 64))], {}, "v: it loads boxes by tensor maps"),
+    "backwards": ([made()[0], *(a[:, ::-1] for a in made()[1:])], {}, "k: rows -256 bytes apart, and it loads boxes"),
+    "expanded": ([*made()[:2], np.broadcast_to(made()[2][:1], (2, 200, 2, 64))], {}, "v: entries of the batch 0 bytes apart"),
 }
 
 

@@ -43,19 +43,19 @@ def test_one_dimension_has_no_stride():
         ({"shape": (8,) * 6, "strides": (16,) * 5, "box": (8,) * 6}, "6 dimensions, 5 strides, a box of 6"),
         ({"strides": (2048, 256)}, "4 dimensions, 2 strides, a box of 4"),
         ({"box": (64, 257, 1, 1)}, r"a box of \(64, 257, 1, 1\)"),
-        ({"strides": (2048, 0, 2048000)}, "they are positive multiples of 16 bytes"),
-        ({"strides": (2048, 250, 2048000)}, "they are positive multiples of 16 bytes"),
-        ({"strides": (2048, -256, 2048000)}, "they are positive multiples of 16 bytes"),
-        ({"strides": (2048, 256, 1 << 40)}, "they are positive multiples of 16 bytes below"),
+        ({"strides": (2048, 0, 2048000)}, "they must be positive multiples of 16 bytes"),
+        ({"strides": (2048, 250, 2048000)}, "they must be positive multiples of 16 bytes"),
+        ({"strides": (2048, -256, 2048000)}, "they must be positive multiples of 16 bytes"),
+        ({"strides": (2048, 256, 1 << 40)}, "they must be positive multiples of 16 bytes below"),
         ({"swizzle": 256}, "a swizzle of 256 bytes; there are 0, 32, 64, 128"),
-        ({"swizzle": 64}, "rows of 128 bytes in a box; they are multiples of 16, at most 64"),
+        ({"swizzle": 64}, "rows of 128 bytes in a box; they must be multiples of 16, at most 64"),
         ({"box": (4, 64, 1, 1)}, "rows of 8 bytes in a box"),
     ],
 )
 def test_what_there_is_no_map_of(changes, words):
     with pytest.raises(ValueError, match=words):
         tensor_map.TensorMap(**GOOD | changes)
-    assert tensor_map.why_not(**GOOD) is None and "address 0x8; it is a multiple of 16" in tensor_map.why_not(**GOOD, address=8)
+    assert tensor_map.why_not(**GOOD) is None and "address 0x8; it must be a multiple of 16" in tensor_map.why_not(**GOOD, address=8)
 
 
 def test_the_driver_refuses_or_is_too_old(monkeypatch):

@@ -87,7 +87,9 @@ def unusable() -> str | None:
         if runtime.getDeviceCount() < 1:
             return "CUDA finds no GPU"
     except Exception as error:  # whatever CuPy or the driver raises, it is a reason and not a failure of the call
-        return f"CuPy finds no GPU ({type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''})"
+        first = str(error).strip().splitlines()[0] if str(error).strip() else ""
+        perhaps = "; or there is no NVIDIA driver" * ("InsufficientDriver" in first)
+        return f"CuPy finds no GPU ({type(error).__name__}: {first}{perhaps})"
     return None
 
 
@@ -101,8 +103,6 @@ def decline(problem: Problem, kernel: str) -> str | None:
         own = functools.partial(cuda_backward.decline, kernel=kernel)
     else:
         own = {"fa1": cuda_fa1.decline, "fa3": cuda_fa3.decline, "decode": cuda_decode.decline}.get(kernel)
-    if own is not None and (reason := own(problem)) is not None:
-        return reason
     if dtype not in SHORT_TYPES or (dtype in TYPES and out not in TYPES):
         return f"{dtype} arrays with {out} results; it weighs values in 16 bits, so that it offers float16 and bfloat16 results only"
     if dtype == "bfloat16" and out == "float16":
@@ -124,6 +124,8 @@ def decline(problem: Problem, kernel: str) -> str | None:
     longest = max(problem.q.shape[-3], problem.k.shape[-3], problem.seqlen_q, problem.seqlen_k)
     if longest > structs.LONGEST:
         return f"sequences of {longest:,} rows; it takes at most {structs.LONGEST:,}"
+    if own is not None and (reason := own(problem)) is not None:
+        return reason
     if problem.q.device == HOST or unusable() is not None:  # what the kernel could do; the planner asks for the GPU itself
         return None
     info = device.probe(problem.q.device)
@@ -222,6 +224,7 @@ def plan(problem: Problem, kernel: str) -> Plan:
         units, whole = cuda_fp.why(chosen), cuda_parts.why_whole(problem, chosen, info)
     if isinstance(chosen, cuda_fa3.Instance):
         units, warps = "tensor cores (wgmma)", f"{t.warpgroups} warpgroups and one that loads"
+        whole = f", rows of {problem.group_size} heads together" * chosen.packed
     else:
         warps = f"{t.warps} warps" + " that share the keys" * (kernel == "fa1")
     why = f"{units}, {t.m} rows x {t.n} keys a block of {warps}, {chosen.shared_memory:,} bytes of shared memory on {info.name}{whole}"

@@ -85,9 +85,8 @@ def why_not_these(problem: Problem) -> str | None:
 
 def why_not_out(problem: Problem) -> str | None:
     """Why results cannot be stored 16 bytes at a time, in words, or None. Those that are yet to be made are contiguous."""
-    width = problem.head_dim_v * problem.out_dtype.itemsize
-    if problem.out is None and width % 16:
-        return f"out: rows of {width} bytes, and it stores 16 at a time; kernel='fa2' stores rows of any size"
+    if problem.out is None and problem.head_dim_v * problem.out_dtype.itemsize % 16:
+        return f"head size {problem.head_dim_v} of v: it stores 16 bytes at a time, 8 numbers; kernel='fa2' stores rows of any size"
     if problem.out is not None and (bytes_at_once := structs.copy_bytes((problem.out,))) < 16:
         return f"out: strides or addresses that allow {bytes_at_once} bytes at once, and it stores 16; kernel='fa2' takes any strides"
     return None
@@ -113,6 +112,10 @@ def why_no_map(name: str, a: ArrayView) -> str | None:
         return f"{name} has no elements, and it loads boxes of them; kernel='fa2' takes such arrays"
     if a.shape[-1] > 1 and a.strides[-1] != a.dtype.itemsize:
         return f"{name}: columns {a.strides[-1]} bytes apart, and it loads boxes of neighbours; kernel='fa2' takes any strides"
+    for axis, n, stride in zip(("entries of the batch", "rows", "heads")[-len(a.shape) + 1 :], a.shape, a.strides, strict=False):
+        if n > 1 and (stride <= 0 or stride % 16):
+            why = "it loads boxes, whose strides are positive multiples of 16"
+            return f"{name}: {axis} {stride} bytes apart, and {why}; kernel='fa2' takes any strides"
     reason = tensor_map.why_not(*_box(a, 1), address=a.pointer)
     if reason is not None:
         return f"{name}: it loads boxes by tensor maps, which cannot describe {reason}; kernel='fa2' takes any strides"

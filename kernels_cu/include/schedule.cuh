@@ -17,7 +17,7 @@ __device__ __forceinline__ int first_place(const PrefillParams& p, int batch) {
     return clamp(index_at(p, p.cu_seqlens_q, 1, batch), 0, p.q_rows) / p.tile_rows + batch;
 }
 
-// Blocks go section by section (a number of heads whose keys and values fit the L2 cache together), within a section from
+// Blocks go section by section (a number of heads, as _section() in cuda.py finds it), within a section from
 // the last rows to the first: under a causal mask the longest tiles start first and the short ones fill the gaps.
 // FLAT: nobody on the host knows the longest sequence. m_tiles is q_rows / tile_rows + batch, which bounds the tiles of all sequences
 // together, and a block finds its sequence by itself.
