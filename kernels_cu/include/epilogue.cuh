@@ -22,8 +22,9 @@ __device__ __forceinline__ void store_fragments(const float (&acc)[MT][NT][4], u
             }
 }
 
-// Rows of 16-bit numbers in shared memory, as many as exist -> out: whole sectors. `row_gmem` is out at the first row and column 0.
-template <class Tile, int THREADS>
+// Rows of 16-bit numbers in shared memory, as many as exist -> out: whole sectors. `row_gmem` is out at the first row and column 0. Order:
+// where a row lies in the tile.
+template <class Tile, int THREADS, class Order = KeyOrder<false>>
 __device__ __forceinline__ void store_rows(u32 smem, u16* row_gmem, const Strides& stride, int rows, int columns, bool vector) {
     constexpr int PASS = THREADS / Tile::CHUNKS;
     const int chunk = threadIdx.x % Tile::CHUNKS, first_row = threadIdx.x / Tile::CHUNKS;
@@ -34,8 +35,8 @@ __device__ __forceinline__ void store_rows(u32 smem, u16* row_gmem, const Stride
 #pragma unroll
             for (int block = 0; block < Tile::BLOCKS; ++block) {
                 const int column = block * Tile::BLOCK + chunk * 8;
-                if (column < columns)
-                    *reinterpret_cast<uint4*>(to + column) = load_smem_16(smem + block * Tile::BLOCK_BYTES + Tile::offset(row, chunk));
+                const u32 from = smem + block * Tile::BLOCK_BYTES + Tile::offset(Order::row(row), chunk);
+                if (column < columns) *reinterpret_cast<uint4*>(to + column) = load_smem_16(from);
             }
         return;
     }
@@ -44,7 +45,7 @@ __device__ __forceinline__ void store_rows(u32 smem, u16* row_gmem, const Stride
 #pragma unroll 1
         for (int block = 0; block < Tile::BLOCKS; ++block) {
             const int column = block * Tile::BLOCK + chunk * 8;
-            const uint4 x = load_smem_16(smem + block * Tile::BLOCK_BYTES + Tile::offset(row, chunk));
+            const uint4 x = load_smem_16(smem + block * Tile::BLOCK_BYTES + Tile::offset(Order::row(row), chunk));
             const u32 word[4] = {x.x, x.y, x.z, x.w};
 #pragma unroll
             for (int i = 0; i < 8; ++i)

@@ -103,6 +103,16 @@ __device__ __forceinline__ float4 load_gmem_l2(const float4* gmem) {
     return x;
 }
 
+// x and y to two neighbours, which other blocks add to as well; the place is of 8 bytes.
+__device__ __forceinline__ void add_gmem(float* gmem, float x, float y) {
+#if CUFLASH_ARCH >= 900
+    asm volatile("red.global.add.v2.f32 [%0], {%1, %2};" ::"l"(gmem), "f"(x), "f"(y) : "memory");
+#else
+    asm volatile("red.global.add.f32 [%0], %1;" ::"l"(gmem), "f"(x) : "memory");
+    asm volatile("red.global.add.f32 [%0], %1;" ::"l"(gmem + 1), "f"(y) : "memory");
+#endif
+}
+
 // The counter before; it goes up by 1, and from `last` back to 0. What the thread knows to be written, those know who count after it.
 __device__ __forceinline__ u32 count_up(u32* counter_gmem, u32 last) {
     u32 x;

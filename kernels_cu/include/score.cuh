@@ -52,12 +52,11 @@ __device__ __forceinline__ float bias_at(const MatrixTile<BYTES, MT, N>& bias, i
     else return 0.0f;
 }
 
-// The scores of a warp; see apply_mask for position, key and Order. T: the type of 16-bit biases.
+// What comes behind a softcap's tanh, for the scores of a warp; see apply_mask for position, key and Order. T: the type of 16-bit biases.
 template <int SCORE, class Order, class T, int MT, int NT>
-__device__ __forceinline__ void apply_score(
+__device__ __forceinline__ void apply_terms(
     float (&s)[MT][NT][4], const ScoreTransform<SCORE>& score, const MatrixTile<bias_bytes(SCORE), MT, 8 * NT>& bias, int position, int key
 ) {
-    if constexpr ((SCORE & SCORE_SOFTCAP) != 0) apply_tanh(s, score.scale);
     if constexpr (!ScoreTransform<SCORE>::FACTOR_LEFT) {
 #pragma unroll
         for (int row = 0; row < 2 * MT; ++row) {
@@ -71,6 +70,15 @@ __device__ __forceinline__ void apply_score(
                 }
         }
     }
+}
+
+// All of it.
+template <int SCORE, class Order, class T, int MT, int NT>
+__device__ __forceinline__ void apply_score(
+    float (&s)[MT][NT][4], const ScoreTransform<SCORE>& score, const MatrixTile<bias_bytes(SCORE), MT, 8 * NT>& bias, int position, int key
+) {
+    if constexpr ((SCORE & SCORE_SOFTCAP) != 0) apply_tanh(s, score.scale);
+    apply_terms<SCORE, Order, T>(s, score, bias, position, key);
 }
 
 // The same without a bias, where the lane's rows stand at any positions and belong to heads of these slopes.

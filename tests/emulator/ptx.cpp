@@ -80,6 +80,14 @@ void ld_global_cg_v4_f32(float& x, float& y, float& z, float& w, const void* fro
     const auto* number = static_cast<const float*>(read_global(from, 16, "ld.global"));
     x = number[0], y = number[1], z = number[2], w = number[3];
 }
+void red_global_add_f32(float* to, float x) {
+    read_global(to, 4, "red.global");
+    *to += x;
+}
+void red_global_add_v2_f32(float* to, float x, float y) {
+    read_global(to, 8, "red.global");
+    to[0] += x, to[1] += y;
+}
 void atom_acq_rel_gpu_global_inc_u32(b32& before, void* counter, b32 last) {
     read_global(counter, 4, "atom");
     auto& count = *static_cast<unsigned*>(counter);

@@ -1,0 +1,138 @@
+"""Instances of backward_fa2, the backward pass with mma.sync for every GPU from sm_75 on: what it declines, its tiles."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from .. import jit, structs, tiles, tiles_backward
+from ..device import DeviceInfo
+from ..types import UNBOUNDED, Problem, name_of
+from .cuda_instance import (
+    CUDA_TYPES, MASK_ARRAY, MASK_LEFT, MASK_LENGTH, MASK_RIGHT, SCORE_ALIBI, SCORE_PLAIN, SCORE_SCALED, SCORE_SOFTCAP, SHORT_TYPES,
+    PrefillInstance,
+)
+
+TYPES = ("float16", "bfloat16")
+CONVERT_ROWS, CONVERT_THREADS = 32, 256  # as backward_convert_rows.cu has them
+
+
+@dataclass(frozen=True)
+class Instance(PrefillInstance):
+    """What is fixed when backward_fa2 is compiled."""
+
+    deterministic: bool = False  # it leaves dQ to another kernel
+
+    KERNEL, TILES, PARAMS = "backward_fa2", "tiles_backward.py", "BackwardParams"
+
+    @property
+    def factor_left(self) -> bool:
+        return self.score in (SCORE_PLAIN, SCORE_SOFTCAP)
+
+    @property
+    def tile_rows(self) -> int:
+        """Rows of a tile in the arrays that the launches hand to each other: a multiple of those of a step."""
+        return max(self.tile.m, tiles_backward.LEAST_ROWS)
+
+    @property
+    def keys(self) -> int:
+        """Keys of a block."""
+        return self.tile.n
+
+    @property
+    def threads(self) -> int:
+        return self.tile.threads
+
+    @property
+    def tile_words(self) -> list[str]:
+        t = self.tile
+        return [f"m{t.m}n{t.n}w{t.warps}s{t.stages}", *["without_dq"] * self.deterministic]
+
+    @property
+    def arguments(self) -> list[Any]:
+        t = self.tile
+        numbers = [self.d, self.dv, t.m, t.n, t.warps, t.stages, t.keys, t.key_warps, t.row_warps, self.load, self.mask, self.score]
+        return [CUDA_TYPES[self.dtype], *numbers, not self.deterministic]
+
+
+def decline(problem: Problem) -> str | None:
+    """Why it does not differentiate this call, or None; beside what every raw kernel declines."""
+    dtype = name_of(problem.q.dtype)
+    if dtype not in TYPES:
+        return f"{dtype} arrays; it multiplies 16-bit numbers"
+    if problem.sinks is not None:
+        return "sinks: their gradient needs more digits of delta than O has in 16 bits; backend='numba-cuda' finds them anew"
+    if problem.bias is not None:
+        return "bias: it does not compute its gradient; backend='numba-cuda' does"
+    if problem.paged:
+        return "page_table: it writes gradients of keys and values that lie in one piece; backend='numba-cuda' takes pages"
+    if problem.dout is not None and problem.dout.dtype != problem.q.dtype:
+        return f"dout: {name_of(problem.dout.dtype)} beside queries of {dtype}, and it multiplies numbers of one type"
+    sizes = problem.head_dim, problem.head_dim_v
+    if not all(1 <= size <= tiles.LARGEST_HEAD for size in sizes):
+        return f"head sizes {sizes[0]} and {sizes[1]}; it takes 1 to {tiles.LARGEST_HEAD}"
+    return None
+
+
+def instance(problem: Problem, info: DeviceInfo) -> Instance | None:
+    """The kernel instance for these arrays, or None if no tile fits the GPU."""
+    left, right = (side != UNBOUNDED for side in problem.window)
+    mask = MASK_RIGHT | MASK_LEFT if left else MASK_RIGHT if right else MASK_LENGTH
+    if problem.mask is not None:
+        mask |= MASK_ARRAY
+    arrays = (problem.q, problem.k, problem.v, problem.dout)
+    load = structs.copy_bytes(tuple(a for a in arrays if a is not None))
+    d, dv = tiles.head_class(problem.head_dim), tiles.head_class(problem.head_dim_v)
+    return make(name_of(problem.q.dtype), d, dv, info, mask, score_kind(problem), load, problem.deterministic)
+
+
+def make(
+    dtype: str, d: int, dv: int, info: DeviceInfo, mask: int = MASK_LENGTH, score: int = SCORE_PLAIN, load: int = 16,
+    deterministic: bool = False,
+) -> Instance | None:
+    """The instance for padded head sizes, or None if no tile fits the GPU."""
+    tile = tiles_backward.backward_fa2(d, dv, info)
+    return None if tile is None else Instance(dtype, dtype, d, dv, tile, mask, score, load, deterministic)
+
+
+def score_kind(problem: Problem) -> int:
+    """SCORE_PLAIN where the scale can be folded into the exponential, else what the logits need."""
+    kind = (SCORE_SOFTCAP if problem.softcap else 0) | (SCORE_ALIBI if problem.alibi_slopes is not None else 0)
+    foldable = 1e-30 < float(problem.scale) * structs.LOG2E < 1e30  # type: ignore[arg-type]
+    return kind if kind or foldable else SCORE_SCALED
+
+
+@functools.cache
+def convert_source(dtype: str, vector: bool) -> jit.Source:
+    """The kernel that turns sums for dQ into rows of this dtype; ``vector``: which can be written 16 bytes at a time."""
+    name = f"backward_convert_rows_{SHORT_TYPES[dtype]}" + "_strided" * (not vector)
+    stub = (
+        f'static_assert(sizeof(BackwardParams) == {structs.BACKWARD_PARAMS.itemsize}, "structs.py mirrors backward_params.cuh");\n'
+        f'static_assert(CONVERT_ROWS == {CONVERT_ROWS}, "as cuda_backward_fa2.py has it");\n'
+        f'extern "C" __global__ void __launch_bounds__(CONVERT_THREADS) {name}(const __grid_constant__ BackwardParams p) {{\n'
+        f"    backward_convert_rows<{CUDA_TYPES[dtype]}, {str(vector).lower()}>(p);\n"
+        "}\n"
+    )
+    return jit.Source("backward_convert_rows.cu", stub, name)
+
+
+@functools.cache
+def common(info: DeviceInfo) -> tuple[Instance, ...]:
+    """Equal head sizes, full and causal, aligned arrays; and one of each rarer kind."""
+    return tuple(_common(info))
+
+
+def _common(info: DeviceInfo) -> Iterator[Instance]:
+    for d in tiles.HEAD_CLASSES:
+        for dtype in TYPES if info.cc >= (8, 0) else TYPES[:1]:
+            for mask in (MASK_LENGTH, MASK_RIGHT):
+                made = make(dtype, d, d, info, mask)
+                assert made is not None
+                yield made
+    for d in (64, 128):
+        rarer = [make("float16", d, d, info, mask) for mask in (MASK_RIGHT | MASK_LEFT, MASK_ARRAY)]
+        rarer += [make("float16", d, d, info, MASK_RIGHT, load=load) for load in (8, 4, 2)]
+        rarer += [make("float16", d, d, info, MASK_RIGHT, score) for score in (SCORE_SCALED, SCORE_SOFTCAP, SCORE_ALIBI)]
+        yield from (made for made in rarer if made is not None)

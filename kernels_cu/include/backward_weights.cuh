@@ -1,0 +1,91 @@
+// From raw scores to weights, and from gradients of weights to those of scores, for the kernels of the backward pass with mma.sync: by the
+// masks and scores of the forward pass.
+#include "include/backward_rows.cuh"
+#include "include/mask.cuh"
+#include "include/score.cuh"
+
+// Fragments of a warp: 16 MT rows by KEYS keys. C: MASK, SCORE, MT, KEYS, Order and In, the type of the arrays.
+template <class C> struct BackwardWeights {
+    static constexpr int MT = C::MT, NT = C::KEYS / 8;
+    static constexpr int MASK_BYTES = (C::MASK & MASK_ARRAY) != 0 ? 1 : 0, BIAS_BYTES = bias_bytes(C::SCORE);
+    static constexpr bool CAPPED = (C::SCORE & SCORE_SOFTCAP) != 0;
+    float S_rmem[MT][NT][4];   // raw scores, then weights
+    float dP_rmem[MT][NT][4];  // gradients of weights, then of scores
+    float slope_rmem[CAPPED ? MT : 1][CAPPED ? NT : 1][4];  // of the softcap
+    MatrixTile<MASK_BYTES, MT, C::KEYS> mask_tile;
+    MatrixTile<BIAS_BYTES, MT, C::KEYS> bias_tile;
+    float lse[2 * MT], delta[2 * MT];  // of the lane's rows
+
+    // Read what mask and bias have for the warp's rows, from the lane's first one on, and keys.
+    __device__ __forceinline__ void fetch(const PrefillParams& p, const Sequence& seq, int batch, int head, int row, int key, int lane_key) {
+        if constexpr (MASK_BYTES != 0) {
+            const int first = p.mask_tail ? seq.kv_length - p.mask_columns : 0;  // the key of the mask's first column
+            const Matrix<MASK_BYTES> mask(p.mask, p.mask_stride, batch, head, p.matrix_rows, p.mask_columns, p.mask_vector);
+            mask_tile.load(mask, row, key - first, lane_key - first, 1);
+        }
+        if constexpr (BIAS_BYTES != 0) {
+            const Matrix<BIAS_BYTES> bias(p.bias, p.bias_stride, batch, head, p.matrix_rows, p.bias_columns, p.bias_vector);
+            bias_tile.load(bias, row, key, lane_key, 0);
+        }
+    }
+
+    // S -> weights exp2(logit - lse). `position` and `key` as for apply_mask; `cut`: some row may not see some key.
+    __device__ __forceinline__ void weigh(
+        const PrefillParams& p, const ScoreTransform<C::SCORE>& score, const Visibility<C::MASK>& visible, int position, int key, bool cut
+    ) {
+        if constexpr (CAPPED) {
+            apply_tanh(S_rmem, score.scale);
+#pragma unroll
+            for (int mt = 0; mt < MT; ++mt)
+#pragma unroll
+                for (int nt = 0; nt < NT; ++nt)
+#pragma unroll
+                    for (int c = 0; c < 4; ++c) slope_rmem[mt][nt][c] = fmaf(-S_rmem[mt][nt][c], S_rmem[mt][nt][c], 1.0f);
+        }
+        apply_terms<C::SCORE, typename C::Order, typename C::In>(S_rmem, score, bias_tile, position, key);
+        if (cut) apply_mask<C::MASK, typename C::Order>(S_rmem, visible, position, key);
+        if constexpr (MASK_BYTES != 0) apply_mask(S_rmem, mask_tile);
+#pragma unroll
+        for (int mt = 0; mt < MT; ++mt)
+#pragma unroll
+            for (int nt = 0; nt < NT; ++nt)
+#pragma unroll
+                for (int c = 0; c < 4; ++c) {
+                    float& x = S_rmem[mt][nt][c];
+                    x = exp2_fast(fmaf(x, p.logit_scale, -lse[2 * mt + c / 2]));
+                }
+    }
+
+    // Weights times the slopes of the softcap: once weights themselves are stored.
+    __device__ __forceinline__ void cap() {
+        if constexpr (CAPPED) {
+#pragma unroll
+            for (int mt = 0; mt < MT; ++mt)
+#pragma unroll
+                for (int nt = 0; nt < NT; ++nt)
+#pragma unroll
+                    for (int c = 0; c < 4; ++c) S_rmem[mt][nt][c] *= slope_rmem[mt][nt][c];
+        }
+    }
+
+    // dP -> gradients of scores, but for the scale. A weight of 0 has none, whatever dP is, where it may be that of a key that is not seen.
+    __device__ __forceinline__ void differentiate(bool cut) {
+#pragma unroll
+        for (int mt = 0; mt < MT; ++mt)
+#pragma unroll
+            for (int nt = 0; nt < NT; ++nt)
+#pragma unroll
+                for (int c = 0; c < 4; ++c) {
+                    float& x = dP_rmem[mt][nt][c];
+                    x = S_rmem[mt][nt][c] * (x - delta[2 * mt + c / 2]);
+                }
+        if (!cut) return;
+#pragma unroll
+        for (int mt = 0; mt < MT; ++mt)
+#pragma unroll
+            for (int nt = 0; nt < NT; ++nt)
+#pragma unroll
+                for (int c = 0; c < 4; ++c)
+                    if (S_rmem[mt][nt][c] == 0.0f) dP_rmem[mt][nt][c] = 0.0f;
+    }
+};
