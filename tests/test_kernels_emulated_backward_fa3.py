@@ -38,7 +38,7 @@ def test_gradients(emulator, case, dtype):
         options["varlen"] = (*call.args[3:5], options.pop("max_seqlen_q", None), options.pop("max_seqlen_k", None))
     problem = problems.build_backward(given.dout, *call.args[:3], call.out, call.lse, **options)
     assert cuda.decline(problem, "fa3") is None
-    chosen = cuda_backward.instance(problem)
+    chosen = cuda_backward.instance(problem, "fa3", H200)
     found = backward.run(emulator, problem, chosen, H200, "start" if n % 2 else "end", blocks=(1, 3)[n % 2])
     found = problems.user_gradients(found, problem, options.get("layout", "BSHD"), np.ndim(call.args[0]))
     want = compare.expect_gradients(given.problems)
@@ -57,7 +57,7 @@ def operands(sizes, dtype, d=64):
 def gradients(emulator, dout, q, k, v, out, lse, blocks=2, **options):
     problem = problems.build_backward(dout, q, k, v, out, lse, **options)
     assert cuda.decline(problem, "fa3") is None
-    return backward.run(emulator, problem, cuda_backward.instance(problem), H200, blocks=blocks)
+    return backward.run(emulator, problem, cuda_backward.instance(problem, "fa3", H200), H200, blocks=blocks)
 
 
 def forward(q, k, v, **options):

@@ -136,7 +136,8 @@ def decline(problem: Problem, kernel: str) -> str | None:
     if kernel == "fa3" and (reason := cuda_fa3.why_not_on(info)) is not None:
         return reason
     if backward:
-        return None
+        chosen = cuda_backward.instance(problem, kernel, info)
+        return None if chosen else f"no tile for head sizes {sizes[0]} and {sizes[1]} fits the shared memory of {info.name}"
     chosen = instance(problem, info, kernel)
     if chosen is None:
         if kernel == "decode":
@@ -210,7 +211,7 @@ def plan(problem: Problem, kernel: str) -> Plan:
     if kernel == "naive":
         return naive_cuda.plan(problem, NAME)
     if problem.op == "backward":
-        return cuda_backward.plan(problem, kernel, NAME)
+        return cuda_backward.plan(problem, kernel, NAME, device.probe(problem.q.device))
     info = device.probe(problem.q.device)
     chosen = instance(problem, info, kernel)
     assert chosen is not None  # else it was declined

@@ -17,17 +17,21 @@ import numpy as np
 from .. import device, jit, launch, structs
 from ..device import DeviceInfo
 from ..types import UNBOUNDED, ArrayView, Gradients, Plan, Problem, name_of
-from . import cuda_backward_fa3
+from . import cuda_backward_fa2, cuda_backward_fa3
 from .cuda_instance import CUDA_TYPES, LARGEST_GRID, MASK_LEFT, MASK_LENGTH, MASK_RIGHT, SHORT_TYPES
 
 PREPARE_ROWS, PREPARE_THREADS = 32, 256  # as backward_prepare.cu has them
 CONVERT_THREADS = 256
 FEW_TILES = 4
+LEAST_KEYS = 32  # of a block
+
+KERNELS = {"fa3": cuda_backward_fa3, "fa2": cuda_backward_fa2}
+Instance = cuda_backward_fa3.Instance | cuda_backward_fa2.Instance
 
 
-def work_sizes(problem: Problem, chosen: cuda_backward_fa3.Instance) -> dict[str, int]:
+def work_sizes(problem: Problem, chosen: Instance) -> dict[str, int]:
     """Numbers of float32 that the launches hand to each other."""
-    rows = problem.heads_q * structs.places(problem, chosen.tile.m)
+    rows = problem.heads_q * structs.places(problem, chosen.tile_rows)
     return {"row_lse": rows, "row_delta": rows, "dq_sum": rows * chosen.d}
 
 
@@ -39,37 +43,43 @@ def section(problem: Problem, info: DeviceInfo) -> int:
     return -(-pairs // -(-pairs // most))
 
 
-def n_tiles(problem: Problem, chosen: cuda_backward_fa3.Instance) -> int:
+def n_tiles(problem: Problem, chosen: Instance) -> int:
     """Tiles of keys of the longest sequence; all that are in memory have gradients."""
     return -(-problem.seqlen_k // chosen.tile.n)
 
 
 def pack(
-    problem: Problem, chosen: cuda_backward_fa3.Instance, gradients: Mapping[str, ArrayView], pointers: Mapping[str, int],
-    work: Mapping[str, int], info: DeviceInfo,
+    problem: Problem, chosen: Instance, gradients: Mapping[str, ArrayView], pointers: Mapping[str, int], work: Mapping[str, int],
+    info: DeviceInfo,
 ) -> np.ndarray:
-    """The struct of all launches but that of the products, which has it as its first member."""
+    """The struct of all launches but that of backward_fa3.cu, which has it as its first member."""
+    rows, tiles = chosen.tile_rows, n_tiles(problem, chosen)
     return structs.pack_backward(
-        problem, gradients, chosen.tile.m, n_tiles(problem, chosen), section(problem, info), True, pointers, work, chosen.d,
+        problem, gradients, rows, tiles, section(problem, info), chosen.factor_left, pointers, work, chosen.d,
     )
 
 
 def kernels(
-    problem: Problem, chosen: cuda_backward_fa3.Instance, info: DeviceInfo,
+    problem: Problem, chosen: Instance, dq: ArrayView, info: DeviceInfo,
 ) -> list[tuple[jit.Source, str, int, int, int]]:
     """What is launched: source, type of the struct, blocks, threads, bytes of shared memory."""
-    places = structs.places(problem, chosen.tile.m)
+    rows = problem.heads_q * structs.places(problem, chosen.tile_rows)
     vector = structs.copy_bytes((problem.out, problem.dout)) == 16
     prepare = prepare_source(name_of(problem.out.dtype), name_of(problem.dout.dtype), lanes(problem.head_dim_v), vector)
     blocks = problem.batch * problem.heads_kv * n_tiles(problem, chosen)
-    # Of equal length, or of little work beside what a block's start takes.
-    if chosen.mask == MASK_LENGTH or n_tiles(problem, chosen) <= FEW_TILES:
-        blocks = min(blocks, info.multiprocessors)
-    tiles = problem.heads_q * (places // chosen.tile.m)
+    if isinstance(chosen, cuda_backward_fa2.Instance):
+        convert = cuda_backward_fa2.convert_source(chosen.dtype, structs.copy_bytes((dq,)) == 16)
+        converting = rows // cuda_backward_fa2.CONVERT_ROWS
+    else:
+        convert = convert_source(chosen.dtype, chosen.tile_rows, chosen.d)
+        converting = max(2, chosen.d // 64) * rows // chosen.tile_rows
+        # Of equal length, or of little work beside what a block's start takes.
+        if chosen.mask == MASK_LENGTH or n_tiles(problem, chosen) <= FEW_TILES:
+            blocks = min(blocks, info.multiprocessors)
     return [
-        (prepare, "BackwardParams", problem.heads_q * (places // PREPARE_ROWS), PREPARE_THREADS, 0),
-        (chosen.source, "BackwardFa3Params", blocks, chosen.tile.threads, chosen.shared_memory),
-        (convert_source(chosen.dtype, chosen.tile.m, chosen.d), "BackwardParams", max(2, chosen.d // 64) * tiles, CONVERT_THREADS, 0),
+        (prepare, "BackwardParams", rows // PREPARE_ROWS, PREPARE_THREADS, 0),
+        (chosen.source, chosen.PARAMS, blocks, chosen.tile.threads, chosen.shared_memory),
+        (convert, "BackwardParams", converting, CONVERT_THREADS, 0),
     ]
 
 
@@ -104,42 +114,53 @@ def convert_source(dtype: str, rows: int, columns: int) -> jit.Source:
 
 def instances(info: DeviceInfo) -> Iterator[jit.Source]:
     """The common kernels for a GPU."""
-    for chosen in cuda_backward_fa3.common(info):
-        yield chosen.source
-    for chosen in {(i.dtype, i.tile.m, i.d): i for i in cuda_backward_fa3.common(info)}.values():
-        yield prepare_source(chosen.dtype, chosen.dtype, lanes(chosen.dv), True)
-        yield convert_source(chosen.dtype, chosen.tile.m, chosen.d)
+    found: dict[jit.Source, None] = {}
+    for chosen in (*cuda_backward_fa3.common(info), *cuda_backward_fa2.common(info)):
+        found[chosen.source] = found[prepare_source(chosen.dtype, chosen.dtype, lanes(chosen.dv), True)] = None
+        if isinstance(chosen, cuda_backward_fa2.Instance):
+            found[cuda_backward_fa2.convert_source(chosen.dtype, True)] = None
+        else:
+            found[convert_source(chosen.dtype, chosen.tile_rows, chosen.d)] = None
+    yield from found
 
 
-def workspace(problem: Problem, chosen: cuda_backward_fa3.Instance) -> int:
+def copies_dout(problem: Problem, chosen: Instance) -> bool:
+    """Whether a copy of dO is read instead."""
+    return isinstance(chosen, cuda_backward_fa3.Instance) and cuda_backward_fa3.copies_dout(problem)
+
+
+def workspace(problem: Problem, chosen: Instance) -> int:
     """Bytes beyond inputs and gradients."""
-    copied = problem.q.dtype.itemsize * math.prod(problem.out_shape) if cuda_backward_fa3.copies_dout(problem) else 0
+    copied = problem.q.dtype.itemsize * math.prod(problem.out_shape) if copies_dout(problem, chosen) else 0
     return 4 * sum(work_sizes(problem, chosen).values()) + copied
 
 
 def decline(problem: Problem, kernel: str) -> str | None:
     """Why this kernel does not differentiate this call, or None; beside what every raw kernel declines."""
-    if kernel != "fa3":
-        return "the backward pass of this backend is kernel 'fa3'"
-    if (reason := cuda_backward_fa3.decline(problem)) is not None:
+    if kernel not in KERNELS:
+        return f"the backward pass of this backend is one of the kernels {', '.join(KERNELS)}"
+    if (reason := KERNELS[kernel].decline(problem)) is not None:
         return reason
-    tiles = problem.heads_q * structs.places(problem, 1), problem.batch * problem.heads_kv * n_tiles(problem, instance(problem))
-    if max(tiles) > LARGEST_GRID:
-        return f"{max(tiles):,} rows of queries or tiles of keys, of all heads; it has numbers for {LARGEST_GRID:,}"
-    return None
+    if problem.deterministic:
+        return "deterministic: it adds up dQ in no fixed order; backend='numba-cuda' has an order"
+    most = max(problem.heads_q * structs.places(problem, 1), problem.batch * problem.heads_kv * -(-problem.seqlen_k // LEAST_KEYS))
+    return f"{most:,} rows of queries or tiles of keys, of all heads; it has numbers for {LARGEST_GRID:,}" if most > LARGEST_GRID else None
 
 
-def instance(problem: Problem) -> cuda_backward_fa3.Instance:
-    """The kernel instance for these arrays."""
+def instance(problem: Problem, kernel: str, info: DeviceInfo) -> Instance | None:
+    """The kernel instance for these arrays, or None if no tile fits the GPU."""
+    if kernel == "fa2":
+        return cuda_backward_fa2.instance(problem, info)
     left, right = (side != UNBOUNDED for side in problem.window)
     return cuda_backward_fa3.instance(problem, MASK_RIGHT | MASK_LEFT if left else MASK_RIGHT if right else MASK_LENGTH)
 
 
-def plan(problem: Problem, kernel: str, backend: str) -> Plan:
+def plan(problem: Problem, kernel: str, backend: str, info: DeviceInfo) -> Plan:
     """Tile, instance and workspace."""
-    chosen = instance(problem)
-    t = chosen.tile
-    why = f"gradients by recomputation, tensor cores (wgmma), {t.n} keys a block, steps of {t.m} queries, dQ by additions in float32"
+    chosen = instance(problem, kernel, info)
+    assert chosen is not None  # else it was declined
+    t, units = chosen.tile, "wgmma" if kernel == "fa3" else "mma.sync"
+    why = f"gradients by recomputation, tensor cores ({units}), {t.n} keys a block, steps of {t.m} queries, dQ by additions in float32"
     return Plan(
         kernel=kernel, backend=backend, reason=why, tile=(t.m, t.n), threads=t.threads, workspace=workspace(problem, chosen), extra=chosen
     )
@@ -150,21 +171,22 @@ def run(plan: Plan, problem: Problem, pointers: Mapping[str, int]) -> Gradients:
     cupy = sys.modules["cupy"]
     chosen, place = plan.extra, problem.q.device
     info = device.probe(place)
-    steps = [  # first: what is not compiled yet fails in a stream capture
-        (launch.Step(jit.function(source, place, shared), grid, threads, shared), kind)
-        for source, kind, grid, threads, shared in kernels(problem, chosen, info)
-    ]
-    if cuda_backward_fa3.copies_dout(problem):
+    if copies_dout(problem, chosen):
         launch.refuse_capture("the copy of dout, whose rows the kernel cannot read as they lie,")
         problem = problem.replace(dout=_view(cupy.ascontiguousarray(problem.dout.array), place))
     found = {f"d{name}": _like(getattr(problem, name)) for name in "qkv"}
-    clear_slack(problem, found)
     views = {name: _view(a, place) for name, a in found.items()}
+    steps = [  # before anything is written: what is not compiled yet fails in a stream capture
+        (launch.Step(jit.function(source, place, shared), grid, threads, shared), kind)
+        for source, kind, grid, threads, shared in kernels(problem, chosen, views["dq"], info)
+    ]
+    clear_slack(problem, found)
     sizes = work_sizes(problem, chosen)
     with launch.workspace(4 * sum(sizes.values()), place) as memory:
         starts = itertools.accumulate((4 * size for size in sizes.values()), initial=memory)
         params = pack(problem, chosen, views, pointers, dict(zip(sizes, starts, strict=False)), info)
-        whole, stream = cuda_backward_fa3.pack(problem, chosen, params), launch.stream_pointer(None)
+        whole = cuda_backward_fa3.pack(problem, chosen, params) if isinstance(chosen, cuda_backward_fa3.Instance) else params
+        stream = launch.stream_pointer(None)
         for step, kind in steps:
             launch.launch(step, params if kind == "BackwardParams" else whole, stream)
     return Gradients(**found)

@@ -50,6 +50,11 @@ class Instance(PrefillInstance):
     KERNEL, TILES, PARAMS = "backward_fa3", "cuda_backward_fa3.py", "BackwardFa3Params"
 
     @property
+    def tile_rows(self) -> int:
+        """Rows of a tile in the arrays that the launches hand to each other."""
+        return self.tile.m
+
+    @property
     def tile_words(self) -> list[str]:
         return [f"m{self.tile.m}n{self.tile.n}s{self.tile.stages}"]
 
@@ -70,7 +75,7 @@ def decline(problem: Problem) -> str | None:
         return f"{problem.q.dtype} arrays; it multiplies 16-bit numbers, kernel='fa2' others"
     absent = {
         "softcap": problem.softcap, "bias": problem.bias is not None, "mask": problem.mask is not None,
-        "alibi_slopes": problem.alibi_slopes is not None, "page_table": problem.paged, "deterministic": problem.deterministic,
+        "alibi_slopes": problem.alibi_slopes is not None, "page_table": problem.paged,
     }
     if problem.sinks is not None:
         return "sinks: their gradient needs more digits of delta than O has in 16 bits; backend='numba-cuda' finds them anew"

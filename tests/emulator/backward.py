@@ -13,7 +13,7 @@ from .guarded import Guarded, Side
 
 
 def run(
-    emulator: Emulator, problem: Problem, chosen: cuda_backward_fa3.Instance, info: DeviceInfo, side: Side = "end", blocks: int = 2,
+    emulator: Emulator, problem: Problem, chosen: cuda_backward.Instance, info: DeviceInfo, side: Side = "end", blocks: int = 2,
 ) -> Gradients:
     """Gradients in canonical axis order. Workspace and gradients hold NaN before. ``blocks``: that share the tiles of keys."""
     names = ("q", "k", "v", "out", "lse", "dout", "dlse")
@@ -37,7 +37,7 @@ def run(
     )
     with tensor_maps():
         whole = cuda_backward_fa3.pack(moved, chosen, params)
-    for source, kind, grid, threads, shared in cuda_backward.kernels(problem, chosen, info):
+    for source, kind, grid, threads, shared in cuda_backward.kernels(problem, chosen, results["dq"].view, info):
         if kind != "BackwardParams":
             grid = min(grid, blocks)
         library = emulator.prepare_source(source, kind, 900).result()
