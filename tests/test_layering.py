@@ -33,6 +33,7 @@ ROOMS = (
     ("planner",),
     ("backends",),
     ("jit", "launch", "staging", "structs"),
+    ("tiles_backward_fp",),
     ("tiles_fp", "tiles_fa1", "tiles_fa3", "tiles_decode", "tiles_backward"),
     ("compiled", "tiles", "wgmma"),
     ("reference", "alibi", "device", "host", "tensor_map"),

@@ -136,8 +136,7 @@ def decline(problem: Problem, kernel: str) -> str | None:
     if kernel == "fa3" and (reason := cuda_fa3.why_not_on(info)) is not None:
         return reason
     if backward:
-        chosen = cuda_backward.instance(problem, kernel, info)
-        return None if chosen else f"no tile for head sizes {sizes[0]} and {sizes[1]} fits the shared memory of {info.name}"
+        return cuda_backward.why_not_on(problem, kernel, info)
     chosen = instance(problem, info, kernel)
     if chosen is None:
         if kernel == "decode":

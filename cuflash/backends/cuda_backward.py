@@ -1,6 +1,7 @@
 """The backward pass of the raw CUDA backend: memory, and the launches one after the other.
 
-The rows' statistics first (backward_prepare.cu), then the products by tiles of keys, which add up dQ in float32, then dQ in its dtype.
+16-bit arrays: the rows' statistics first (backward_prepare.cu), then the products by tiles of keys, which add up dQ in float32, then dQ in
+its dtype. float32 and float64 (cuda_backward_fp.py): a kernel of rows, then one of keys.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import numpy as np
 from .. import device, jit, launch, structs
 from ..device import DeviceInfo
 from ..types import UNBOUNDED, ArrayView, Gradients, Plan, Problem, name_of
-from . import cuda_backward_fa2, cuda_backward_fa3
+from . import cuda_backward_fa2, cuda_backward_fa3, cuda_backward_fp
 from .cuda_instance import CUDA_TYPES, LARGEST_GRID, MASK_LEFT, MASK_LENGTH, MASK_RIGHT, SHORT_TYPES
 
 PREPARE_ROWS, PREPARE_THREADS = 32, 256  # as backward_prepare.cu has them
@@ -122,6 +123,8 @@ def instances(info: DeviceInfo) -> Iterator[jit.Source]:
         else:
             found[convert_source(chosen.dtype, chosen.tile_rows, chosen.d)] = None
     yield from found
+    for reals in cuda_backward_fp.common(info):
+        yield from (reals.source_of_rows, reals.source_of_keys)
 
 
 def copies_dout(problem: Problem, chosen: Instance) -> bool:
@@ -139,12 +142,28 @@ def decline(problem: Problem, kernel: str) -> str | None:
     """Why this kernel does not differentiate this call, or None; beside what every raw kernel declines."""
     if kernel not in KERNELS:
         return f"the backward pass of this backend is one of the kernels {', '.join(KERNELS)}"
+    if of_reals(problem, kernel):
+        return cuda_backward_fp.decline(problem)
     if (reason := KERNELS[kernel].decline(problem)) is not None:
         return reason
     if problem.deterministic:
         return "deterministic: it adds up dQ in no fixed order; backend='numba-cuda' has an order"
     most = max(problem.heads_q * structs.places(problem, 1), problem.batch * problem.heads_kv * -(-problem.seqlen_k // LEAST_KEYS))
     return f"{most:,} rows of queries or tiles of keys, of all heads; it has numbers for {LARGEST_GRID:,}" if most > LARGEST_GRID else None
+
+
+def of_reals(problem: Problem, kernel: str) -> bool:
+    """Whether it is for cuda_backward_fp.py."""
+    return kernel == "fa2" and name_of(problem.q.dtype) in cuda_backward_fp.REALS
+
+
+def why_not_on(problem: Problem, kernel: str, info: DeviceInfo) -> str | None:
+    """Why the kernel does not differentiate the call on a GPU, or None; beside `decline`."""
+    if of_reals(problem, kernel):
+        return cuda_backward_fp.why_not_on(problem, info)
+    if instance(problem, kernel, info) is None:
+        return f"no tile for head sizes {problem.head_dim} and {problem.head_dim_v} fits the shared memory of {info.name}"
+    return None
 
 
 def instance(problem: Problem, kernel: str, info: DeviceInfo) -> Instance | None:
@@ -157,6 +176,13 @@ def instance(problem: Problem, kernel: str, info: DeviceInfo) -> Instance | None
 
 def plan(problem: Problem, kernel: str, backend: str, info: DeviceInfo) -> Plan:
     """Tile, instance and workspace."""
+    if of_reals(problem, kernel):
+        reals = cuda_backward_fp.instance(problem, info)
+        assert reals is not None  # else it was declined
+        rows, keys = reals.rows, reals.keys
+        why = f"gradients by recomputation in {problem.q.dtype}, statistics anew, {rows.m} rows a block, then {keys.m} keys a block"
+        size = cuda_backward_fp.workspace(problem)
+        return Plan(kernel=kernel, backend=backend, reason=why, tile=(rows.m, keys.m), threads=rows.threads, workspace=size, extra=reals)
     chosen = instance(problem, kernel, info)
     assert chosen is not None  # else it was declined
     t, units = chosen.tile, "wgmma" if kernel == "fa3" else "mma.sync"
@@ -171,6 +197,8 @@ def run(plan: Plan, problem: Problem, pointers: Mapping[str, int]) -> Gradients:
     cupy = sys.modules["cupy"]
     chosen, place = plan.extra, problem.q.device
     info = device.probe(place)
+    if isinstance(chosen, cuda_backward_fp.Instance):
+        return _run_reals(chosen, problem, pointers, info)
     if copies_dout(problem, chosen):
         launch.refuse_capture("the copy of dout, whose rows the kernel cannot read as they lie,")
         problem = problem.replace(dout=_view(cupy.ascontiguousarray(problem.dout.array), place))
@@ -190,6 +218,36 @@ def run(plan: Plan, problem: Problem, pointers: Mapping[str, int]) -> Gradients:
         for step, kind in steps:
             launch.launch(step, params if kind == "BackwardParams" else whole, stream)
     return Gradients(**found)
+
+
+def _run_reals(chosen: cuda_backward_fp.Instance, problem: Problem, pointers: Mapping[str, int], info: DeviceInfo) -> Gradients:
+    cupy, place = sys.modules["cupy"], problem.q.device
+    found = {f"d{name}": _like(getattr(problem, name)) for name in "qkv"}
+    steps = [
+        (launch.Step(jit.function(source, place, shared), blocks, threads, shared), of_keys)
+        for of_keys, source, blocks, threads, shared in cuda_backward_fp.kernels(problem, chosen)
+    ]
+    clear_slack(problem, found)
+    written = dict(found)
+    if problem.bias is not None:
+        written["dbias"] = cupy.zeros(problem.bias.shape, problem.bias.dtype)
+    views = {name: _view(a, place) for name, a in written.items()}
+    sizes, item = cuda_backward_fp.work_sizes(problem), problem.compute_dtype.itemsize
+    shares = cupy.zeros(problem.lse_shape, problem.compute_dtype) if problem.sinks is not None else None
+    with launch.workspace(max(1, item * sum(sizes.values())), place) as memory:
+        starts = itertools.accumulate((item * size for size in sizes.values()), initial=memory)
+        work = dict(zip(sizes, starts, strict=False))
+        if shares is not None:
+            work["row_sink"] = int(shares.data.ptr)
+        for step, of_keys in steps:
+            params = cuda_backward_fp.pack(problem, chosen, of_keys, info, views, pointers, work)
+            launch.launch(step, params, launch.stream_pointer(None))
+    dbias = written["dbias"].reshape(problem.bias_shape) if problem.bias is not None else None
+    dsinks = None
+    if shares is not None:
+        axes = tuple(n for n in range(shares.ndim) if n != shares.ndim - 2)  # all but that of the heads
+        dsinks = shares.sum(axis=axes, dtype=np.float64).astype(problem.compute_dtype)
+    return Gradients(**found, dbias=dbias, dsinks=dsinks)
 
 
 def clear_slack(problem: Problem, gradients: Mapping[str, Any]) -> None:
