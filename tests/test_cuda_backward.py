@@ -125,3 +125,18 @@ def test_rows_of_no_sequence_are_0(launches):
         if g is not None:
             end = 7 if launches[-1].params["dq"] == g.data.ptr else 9
             assert not g.host[end:].any() and np.isnan(g.host[:end].astype(np.float32)).all()
+
+
+def test_launches_in_float32(launches, monkeypatch):
+    """Rows, then keys; shares of the sinks' gradient are summed up by CuPy."""
+    import sys
+
+    monkeypatch.setattr(sys.modules["cupy"], "zeros", lambda shape, dtype: FakeArray((), host=np.zeros(shape, dtype)), raising=False)
+    monkeypatch.setattr(FakeArray, "sum", lambda a, axis, dtype: a._view(a.host.sum(axis=axis, dtype=dtype)), raising=False)
+    monkeypatch.setattr(FakeArray, "astype", lambda a, dtype: a._view(a.host.astype(dtype)), raising=False)
+    given = there(made(rows=30, keys=20, d=40, dtype=F32))
+    bias = FakeArray((), host=np.zeros((2, 2, 30, 20), F32))
+    found = cuflash.attention_backward(*given, bias=bias, sinks=np.zeros(2), deterministic=True, kernel="fa2", backend="cuda")
+    assert [x.name.split("_")[2] for x in launches] == ["rows", "keys"] and all("fp32" in x.name for x in launches)
+    assert found.dbias.shape == bias.shape and found.dsinks.shape == (2,) and found.dsinks.dtype == F32
+    assert found.dq.shape == given[1].shape and found.dk.shape == given[2].shape
