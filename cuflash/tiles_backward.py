@@ -47,54 +47,60 @@ class BackwardTile(NamedTuple):
         return 2 * (self.n + self.stages * self.m) * (d + dv) + 4 * self.m * self.n + 8 * self.stages * self.m
 
 
+class Choice(NamedTuple):
+    """Tiles for plain kernels, and for those that need more registers: other score kinds than the plain one, masks, narrow copies."""
+
+    plain: BackwardTile
+    lean: BackwardTile
+
+
+def _both(*tile: int, lean: BackwardTile | None = None, **more: int) -> Choice:
+    plain = BackwardTile(*tile, **more)
+    return Choice(plain, lean or plain)
+
+
 # By the larger of the two padded head sizes. The comment gives shared memory at D = Dv, and blocks a multiprocessor. A thread holds, in
 # 32-bit registers, N (D + Dv) / threads numbers of dK and dV, and 2 M N / threads scores and their gradients, then M D / threads of dQ.
-BACKWARD_FA2: dict[str, dict[int, BackwardTile]] = {
-    # 227 KiB a block, 228 a multiprocessor
+BACKWARD_FA2: dict[str, dict[int, Choice]] = {
+    # 227 KiB a block, 228 a multiprocessor; not measured
     "sm_90": {
-        32: BackwardTile(64, 128, 4, 2, 4, 4, 2),  # 65 KiB, 2
-        64: BackwardTile(32, 128, 4, 2, 4, 2, 2),  # 64 KiB, 2
-        96: BackwardTile(64, 128, 8, 2, 4, 4),  # 129 KiB, 1
-        128: BackwardTile(64, 128, 8, 2, 4, 2),  # 161 KiB, 1
-        160: BackwardTile(64, 64, 8, 2, 4, 4),  # 137 KiB, 1
-        192: BackwardTile(64, 64, 8, 2, 2, 2),  # 161 KiB, 1
-        256: BackwardTile(64, 64, 8, 2, 2, 2),  # 209 KiB, 1
-    },
-    # 163 KiB a block, 164 a multiprocessor
-    "sm_80": {
-        32: BackwardTile(64, 128, 4, 2, 4, 4, 2),
-        64: BackwardTile(32, 128, 4, 2, 4, 2, 2),
-        96: BackwardTile(64, 128, 8, 2, 4, 4),
-        128: BackwardTile(64, 128, 8, 2, 4, 2),
-        160: BackwardTile(64, 64, 8, 2, 4, 4),
-        192: BackwardTile(64, 64, 8, 2, 2, 2),
-        256: BackwardTile(64, 64, 8, 1, 2, 2),  # 145 KiB, 1
+        32: _both(64, 128, 4, 2, 4, 4, 2, lean=BackwardTile(32, 128, 4, 2, 4, 2, 2)),  # 65, 41 KiB, 2
+        64: _both(32, 128, 4, 2, 4, 2, 2, lean=BackwardTile(64, 128, 8, 2, 4, 4)),  # 64 KiB, 2; 97 KiB, 1
+        96: _both(64, 128, 8, 2, 4, 4, lean=BackwardTile(32, 128, 8, 2, 4, 2)),  # 129, 89 KiB, 1
+        128: _both(64, 128, 8, 2, 4, 2, lean=BackwardTile(32, 128, 8, 2, 4, 2)),  # 161, 113 KiB, 1
+        160: _both(64, 64, 8, 2, 4, 4),  # 137 KiB, 1
+        192: _both(64, 64, 8, 2, 2, 2),  # 161 KiB, 1
+        256: _both(64, 64, 8, 1, 2, 2, lean=BackwardTile(32, 64, 8, 2, 2, 2, keys=16)),  # 144, 137 KiB, 1
     },
     # 99 KiB a block, 100 a multiprocessor
     "sm_86": {
-        32: BackwardTile(32, 128, 4, 2, 4, 2, 2),  # 41 KiB, 2
-        64: BackwardTile(32, 64, 4, 2, 2, 2, 2),  # 41 KiB, 2
-        96: BackwardTile(32, 128, 8, 2, 4, 2),  # 89 KiB, 1
-        128: BackwardTile(32, 128, 8, 1, 4, 2),  # 96 KiB, 1
-        160: BackwardTile(32, 64, 4, 2, 4, 2),  # 89 KiB, 1
-        192: BackwardTile(32, 64, 4, 1, 2, 2),  # 80 KiB, 1
-        256: BackwardTile(32, 32, 4, 1, 1, 2, keys=16),  # 68 KiB, 1
+        32: _both(32, 128, 4, 2, 4, 2, 2),  # 41 KiB, 2
+        64: _both(32, 64, 4, 2, 2, 2, 2),  # 41 KiB, 2
+        96: _both(32, 128, 8, 2, 4, 2),  # 89 KiB, 1
+        128: _both(32, 128, 8, 1, 4, 2),  # 96 KiB, 1
+        160: _both(32, 64, 8, 2, 4, 2, keys=16),  # 89 KiB, 1
+        192: _both(32, 64, 8, 1, 2, 2, keys=16),  # 80 KiB, 1
+        256: _both(32, 32, 4, 1, 1, 2, keys=16),  # 68 KiB, 1
     },
     # 64 KiB a block and a multiprocessor
     "sm_75": {
-        32: BackwardTile(32, 128, 4, 1, 4, 2),  # 36 KiB, 1
-        64: BackwardTile(32, 128, 8, 1, 4, 2),  # 56 KiB, 1
-        96: BackwardTile(32, 64, 4, 1, 2, 2),  # 44 KiB, 1
-        128: BackwardTile(32, 64, 4, 1, 4, 2),  # 56 KiB, 1
-        160: BackwardTile(32, 32, 4, 1, 2, 2, keys=16),  # 44 KiB, 1
-        192: BackwardTile(32, 32, 4, 1, 2, 2, keys=16),  # 52 KiB, 1
-        256: BackwardTile(16, 32, 4, 1, 1, 1, keys=16),  # 50 KiB, 1
+        32: _both(32, 128, 4, 1, 4, 2),  # 36 KiB, 1
+        64: _both(32, 128, 8, 1, 4, 2),  # 56 KiB, 1
+        96: _both(32, 64, 4, 1, 2, 2),  # 44 KiB, 1
+        128: _both(32, 64, 4, 1, 4, 2),  # 56 KiB, 1
+        160: _both(32, 32, 4, 1, 2, 2, keys=16),  # 44 KiB, 1
+        192: _both(32, 32, 4, 1, 2, 2, keys=16),  # 52 KiB, 1
+        256: _both(16, 32, 4, 1, 1, 1, keys=16),  # 50 KiB, 1
     },
 }
-BACKWARD_FA2["sm_100"] = BACKWARD_FA2["sm_90"]  # not measured
+BACKWARD_FA2["sm_80"] = BACKWARD_FA2["sm_100"] = BACKWARD_FA2["sm_90"]  # all of these fit the 163 KiB of sm_80
+ARRAY_KEYS = 32  # whose scores a warp has where a mask is read 8 keys at a time
 
 
-def backward_fa2(d: int, dv: int, info: DeviceInfo) -> BackwardTile | None:
+def backward_fa2(d: int, dv: int, lean: bool, mask: bool, info: DeviceInfo) -> BackwardTile | None:
     """The tile for padded head sizes; None if its shared memory does not fit the device."""
-    tile = BACKWARD_FA2[tiles.family(info)][max(d, dv)]
+    choice = BACKWARD_FA2[tiles.family(info)][max(d, dv)]
+    tile = choice.lean if lean or mask else choice.plain
+    if mask:
+        tile = tile._replace(keys=max(tile.keys, ARRAY_KEYS))
     return tile if tile.shared_memory(d, dv) <= info.shared_memory_block else None

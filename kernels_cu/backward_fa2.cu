@@ -70,11 +70,8 @@ template <class C> struct BackwardWarp {
         multiply_rows<In, QTile, KTile, C::DQK>(
             w.S_rmem, fragment_a<QTile>(block.Q_smem(stage), row, thread),
             fragment_b<KTile>(block.smem + C::K_SMEM, thread) + column * KTile::ROW_BYTES);
-#pragma unroll
-        for (int r = 0; r < 2 * C::MT; ++r) {
-            w.lse[r] = __uint_as_float(load_smem_4(block.lse_smem(stage) + 4 * (row + lane / 4 + 8 * r)));
-            w.delta[r] = __uint_as_float(load_smem_4(block.delta_smem(stage) + 4 * (row + lane / 4 + 8 * r)));
-        }
+        read_rows(w.lse, block.lse_smem(stage), row + lane / 4);
+        read_rows(w.delta, block.delta_smem(stage), row + lane / 4);
         const int warp_position = block.seq.position + t.tile * C::M + row;
         const bool cut = !block.visible.all(warp_position, warp_position + C::ROWS - 1, first_key, first_key + C::KEYS);
         const ScoreTransform<C::SCORE> score(f, block.batch, query_head);
@@ -135,6 +132,12 @@ template <class C> struct BackwardWarp {
     }
 
   private:
+    // Numbers of the lane's rows.
+    static __device__ __forceinline__ void read_rows(float (&x)[2 * C::MT], u32 smem, int row) {
+#pragma unroll
+        for (int r = 0; r < 2 * C::MT; ++r) x[r] = __uint_as_float(load_smem_4(smem + 4 * (row + 8 * r)));
+    }
+
     static __device__ __forceinline__ void store(const float (&x)[C::MT][C::KEYS / 8][4], u32 smem, int row, int chunk, int thread) {
         constexpr int CHUNKS = C::KEYS / 8;
         if (C::SCORE_WARPS == C::WARPS || thread / 32 < C::SCORE_WARPS)

@@ -113,8 +113,41 @@ CASES = (
     *(case(f"keys-{n}", f"1,40,{n},1,1,64") for n in (1, 15, 63, 64, 65, 127, 128, 129)),
     *(case(f"causal-{sq}-{sk}-{d}", f"1,{sq},{sk},1,1,{d}", causal) for sq, sk in ((150, 150), (200, 70), (70, 200)) for d in (64, 128)),
     *(case(f"upper-left-{sq}-{sk}", f"1,{sq},{sk},1,1,64", upper_left) for sq, sk in ((150, 100), (100, 150))),
+    *(case(f"window-{d}", f"1,200,200,1,1,{d}", WINDOW) for d in (64, 128)),
+    case("window-left", "1,200,200,1,1,128", fixed(window=(60, -1))),
+    case("window-right", "1,200,200,1,1,64", fixed(window=(-1, 40))),
+    case("window-causal-more-rows", "1,300,120,1,1,64", fixed(window=(64, 0), causal=True)),
+    *(
+        case(f"heads-{d}-{dv}", f"1,70,80,2,1,{d},{dv}", causal)
+        for d, dv in ((8, 8), (40, 40), (72, 72), (96, 64), (64, 128), (48, 104), (128, 40), (192, 128), (256, 256), (256, 32), (33, 160), (1, 5))
+    ),
+    *(case(f"groups-{h}-{hk}", f"2,70,90,{h},{hk},64", causal) for h, hk in ((4, 2), (6, 2), (5, 1))),
+    # Memory.
+    *(case(f"strides-{lay}", "2,140,140,4,2,64", causal, strides=lay) for lay in ("expanded", "reversed", "heads_of_packed", "every_other")),
+    *(case(f"copies-of-{n}-bytes", f"1,70,130,2,1,{d}", causal) for n, d in ((8, 20), (4, 34), (2, 33))),
+    case("heads-first", "3,70,140,3,3,128", causal, layout="BHSD"),
+    case("lengths", "3,90,200,2,1,64", causal, kv_lengths=(200, 77, 0)),
+    case("lengths-128", "3,50,300,2,1,128", kv_lengths=(300, 77, 1)),
+    case("starts", "3,100,200,2,1,64", kv_lengths=(200, 180, 100), kv_start=(129, 3, 100)),
+    case("packed", "4,150,150,2,1,64", causal, packed=Packed((150, 1, 93, 76), (150, 64, 100, 1))),
+    case("packed-empty-slack", "4,100,150,4,2,128", packed=Packed((3, 0, 100, 5), (70, 2, 150, 0), slack=(6, 4))),
+    case("packed-heads-first", "3,80,80,2,2,64", causal, layout="BHSD", packed=Packed((80, 64, 7), (80, 64, 7))),
+    # Logits.
+    case("scale-negative", "1,70,150,1,1,64", fixed(scale=-0.3), causal),
+    case("scale-zero", "1,70,150,1,1,128", fixed(scale=0.0)),
+    *(case(f"softcap-{cap}", "1,70,150,2,1,64", fixed(softcap=cap), causal) for cap in (0.5, 3.0, 30.0)),
+    case("softcap-saturated", "1,70,150,1,1,64", fixed(softcap=2.0, scale=4.0)),
+    case("alibi", "2,70,150,4,2,64", alibi(), causal),
+    case("alibi-softcap-window", "1,130,130,2,1,40", fixed(softcap=3.0, window=(50, 5), alibi_slopes=[0.5, 0.03])),
+    # Arrays that hide keys.
+    case("mask", "2,70,160,2,1,64", mask(visible=0.5)),
+    case("mask-few-visible", "1,70,40,2,1,64", mask(visible=0.03)),
+    case("mask-causal-odd", "1,90,131,4,2,128", causal, mask("1 1 Sq Sk", 0.8)),
+    case("mask-softcap-alibi-window", "1,100,136,2,1,96", fixed(softcap=3.0, window=(50, 5)), alibi(), mask(visible=0.8)),
+    case("mask-strides", "1,40,130,2,1,64", mask(visible=0.9), strides="every_other"),
 )
-RUNS = [(c, (F16, BF16)[n % 2], (A100, H200)[n // 2 % 2]) for n, c in enumerate(CASES)]
+RUNS = [(c, (F16, BF16)[n % 2], (A100, H200, RTX)[n // 2 % 3]) for n, c in enumerate(CASES)]
+RUNS += [(c, F16, T4) for c in CASES[::3]]
 
 
 @pytest.mark.parametrize(("case", "dtype", "info"), RUNS, ids=[f"{c.name}-{SHORT[t]}-{i.name}" for c, t, i in RUNS])

@@ -93,7 +93,7 @@ def make(
     deterministic: bool = False,
 ) -> Instance | None:
     """The instance for padded head sizes, or None if no tile fits the GPU."""
-    tile = tiles_backward.backward_fa2(d, dv, info)
+    tile = tiles_backward.backward_fa2(d, dv, score != SCORE_PLAIN or load < 16, bool(mask & MASK_ARRAY), info)
     return None if tile is None else Instance(dtype, dtype, d, dv, tile, mask, score, load, deterministic)
 
 
