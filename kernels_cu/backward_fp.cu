@@ -199,6 +199,7 @@ template <class C> struct KeysBlock {
     __device__ __forceinline__ KeysBlock(const FpBackwardParams& p, u32 smem)
         : p(p), work(work_item(p, blockIdx.x / C::SLICES, u32(p.heads_kv))), seq(sequence(p, work.batch)),
           first_key((p.m_tiles - 1 - work.m_tile) * C::M), slice(blockIdx.x % C::SLICES), keys{0, 0}, first(0), tiles(0), smem(smem) {
+        seq.q_length = min(seq.q_length, p.longest);
         keys = {max(seq.kv_start, first_key), min(seq.kv_length, first_key + C::M)};
         if (keys.empty()) return;
         const KeyRange positions = Visibility<C::MASK>(p, seq).positions_of_any(keys.begin, keys.end - 1);

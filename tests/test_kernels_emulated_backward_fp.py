@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from case import F32, F64, Case, alibi, bias, case, causal, fixed, mask, sinks, upper_left
 from cases import DIFFERENTIATED
+from cuflash import arrays as views
 from cuflash import device, reference, tiles_backward_fp
 from cuflash import problem as problems
 from cuflash.backends import cuda_backward_fp
@@ -18,6 +19,7 @@ from cuflash.tiles import HEAD_CLASSES
 from cuflash.types import Gradients, Problem
 from emulator import backward_fp, emulate
 from test_gradients import differentiate, gradient_parts
+from test_indices_emulated import on_device
 
 reason = "the cases are others in Numba's simulator" if devices.SIMULATED else emulate.why_unusable()
 if reason is not None:
@@ -112,3 +114,151 @@ def test_gradients_and_accesses(emulator, name):
             parts = [np.sum(parts, axis=0)]
         for part, exact in zip(gradient_parts(name, getattr(found, name), run.case), parts, strict=True):
             compare.assert_close(part, exact, want.bounds[name], name)
+
+
+def operands(sizes: str, dtype: np.dtype, seed: int = 0) -> list[np.ndarray]:
+    """Random q, k, v and dout from "B,Sq,Sk,Hq,Hkv,D"."""
+    b, sq, sk, hq, hkv, d = map(int, sizes.split(","))
+    rng = np.random.default_rng(seed)
+    return [rng.standard_normal(s).astype(dtype) for s in ((b, sq, hq, d), (b, sk, hkv, d), (b, sk, hkv, d), (b, sq, hq, d))]
+
+
+def posed(q: np.ndarray, k: np.ndarray, v: np.ndarray, dout: np.ndarray, **options: Any) -> Problem:
+    """The problem with results of the oracle."""
+    dlse = options.pop("dlse", None)
+    with np.errstate(all="ignore"):
+        out, lse = reference.forward(problems.build_attention(q, k, v, **options))
+        given = out.astype(q.dtype), lse.astype(F64 if q.dtype == F64 else F32)
+    return problems.build_backward(dout, q, k, v, *given, dlse=dlse, **options)
+
+
+def check(found: Gradients, problem: Problem) -> None:
+    want = compare.expect_gradients([problem])
+    for name, (exact,) in want.parts.items():
+        compare.assert_close(getattr(found, name).reshape(exact.shape), exact, want.bounds[name], name)
+
+
+every_place = pytest.mark.parametrize(("dtype", "gpu"), PLACES, ids=lambda x: getattr(x, "name", str(x)))
+
+
+@every_place
+@pytest.mark.parametrize("spoiled", [1e4, np.nan, np.inf])
+@pytest.mark.parametrize("how", ["causal", "mask", "bias"])
+def test_rows_that_see_nothing_contribute_nothing(emulator, dtype, gpu, spoiled, how):
+    """Case 5: whatever dO and Q hold there."""
+    q, k, v, dout = operands("1,70,66,2,1,16", dtype)
+    hidden = np.zeros((1, 2, 70, 66), dtype)
+    hidden[:, :, :4] = -np.inf
+    empty = np.arange(70) < 4
+    options = {"causal": {"causal": True}, "mask": {"mask": ~empty[:, None]}, "bias": {"bias": hidden}}[how]
+    dout[:, :4] = spoiled
+    if how == "mask":
+        q[:, 1] = np.nan
+    problem = posed(q, k, v, dout, **options)
+    found = backward_fp.run(emulator, problem, gpu)
+    clean = [a.copy() for a in (q, k, v, dout)]
+    clean[0][:, :4] = clean[3][:, :4] = 0
+    check(found, posed(*clean, **options))
+    assert not found.dq[:, :4].any()
+
+
+@every_place
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+@pytest.mark.parametrize("which", ["q", "k", "v", "dout"])
+def test_what_is_not_finite_reaches_those_who_see_it(emulator, dtype, gpu, which, value):
+    """The bounds are those of ordinary numbers in its place: the naive computation spreads NaN further than the oracle."""
+    arrays = dict(zip(("q", "k", "v", "dout"), operands("1,75,75,2,1,24", dtype), strict=True))
+    clean = compare.expect_gradients([posed(**arrays, window=(20, 0))])
+    arrays[which][0, {"q": [7, 60], "k": [60], "v": [3, 62], "dout": [9, 69]}[which], 0, 2] = value
+    problem = posed(**arrays, window=(20, 0))
+    found, want = backward_fp.run(emulator, problem, gpu), reference.backward(problem)
+    for name in ("dq", "dk", "dv"):
+        exact = getattr(want, name)
+        assert 0 < np.isfinite(exact).sum() and (name == "dv" and which == "v" or not np.isfinite(exact).all())
+        compare.assert_close(getattr(found, name), exact, clean.bounds[name], name)
+
+
+@every_place
+@pytest.mark.parametrize("base", [1e3, 1e6])
+def test_large_logits(emulator, dtype, gpu, base):
+    """Whole numbers near a large one, exactly: as weights are, so are differences; in other rows logits are near 0."""
+    q, k, v, dout = operands("1,40,70,1,1,16", dtype)
+    q[...], k[..., :2] = 0, np.stack([np.full((1, 70, 1), base), np.random.default_rng(1).integers(0, 4, (1, 70, 1))], -1)
+    q[:, ::2, :, :2] = 1
+    problem = posed(q, k, v, dout, scale=1.0)
+    check(backward_fp.run(emulator, problem, gpu), problem)
+
+
+@every_place
+def test_logits_so_low_that_weights_of_absent_keys_would_overflow(emulator, dtype, gpu):
+    """Case 10: all logits are -120."""
+    q, k, v, dout = operands("1,65,65,1,1,64", dtype)
+    q[...], k[...] = 0, 0
+    q[..., 0], k[..., 0] = 1, -120 * 8
+    problem = posed(q, k, v, dout)
+    check(backward_fp.run(emulator, problem, gpu), problem)
+
+
+@every_place
+def test_denormals_are_kept(emulator, dtype, gpu):
+    q, k, v, dout = operands("1,20,70,1,1,16", dtype)
+    problem = posed(q, k, v, (dout * 8 * np.finfo(dtype).tiny).astype(dtype), causal=True)
+    found = backward_fp.run(emulator, problem, gpu)
+    check(found, problem)
+    assert (abs(found.dv[found.dv != 0]) < np.finfo(dtype).tiny).any()
+
+
+@every_place
+@pytest.mark.parametrize("sizes", ["1,3,4096,1,1,16", "1,2048,5,2,1,16"])
+def test_long_sums(emulator, dtype, gpu, sizes):
+    q, k, v, dout = operands(sizes, dtype)
+    problem = posed(q, abs(k), abs(v), abs(dout), scale=0.01)
+    check(backward_fp.run(emulator, problem, gpu), problem)
+
+
+@every_place
+@pytest.mark.parametrize(("scale", "used"), [(0.2, ("out", "lse")), (2.0, ("out",))], ids=["small-lse", "large-lse"])
+def test_statistics_of_the_forward_pass_where_they_do(emulator, dtype, gpu, scale, used):
+    """Rows with many keys take delta from O, and the normaliser if the LSE is small; then wrong ones show."""
+    arrays = operands("1,330,330,1,1,16", dtype)
+    problem = posed(*arrays, scale=scale, causal=True, sinks=[0.5])
+    found = backward_fp.run(emulator, problem, gpu)
+    check(found, problem)
+    for name in ("out", "lse"):
+        a = getattr(problem, name).array
+        wrong = problem.replace(**{name: views.view(a + a.dtype.type(0.5), name)})
+        other = backward_fp.run(emulator, wrong, gpu)
+        assert (other.dq[:, :250] == found.dq[:, :250]).all() or name in used
+        assert (other.dq[:, 300:] != found.dq[:, 300:]).any() == (name in used)
+
+
+@every_place
+def test_dlse_alone_and_rows_that_see_only_the_sink(emulator, dtype, gpu):
+    q, k, v, dout = operands("1,9,20,2,1,16", dtype)
+    rng = np.random.default_rng(5)
+    dlse = rng.standard_normal((1, 2, 9)).astype(dtype)
+    shown = np.ones((9, 20), bool)
+    shown[:3] = False
+    problem = posed(q, k, v, 0 * dout, dlse=dlse, mask=shown, sinks=[100.1, -77.7])
+    found = backward_fp.run(emulator, problem, gpu)
+    check(found, problem)
+    problem = posed(q, k, v, dout, dlse=dlse, mask=np.zeros((9, 20), bool), sinks=[1000.3, 0.1])
+    found = backward_fp.run(emulator, problem, gpu)
+    assert not found.dq.any() and not found.dk.any() and not found.dv.any()
+    np.testing.assert_allclose(found.dsinks, dlse.astype(np.float64).sum((0, 2)), rtol=4 * float(np.finfo(dtype).eps))
+
+
+@pytest.mark.parametrize(("dtype", "gpu", "width"), [(F32, H200, np.int32), (F64, A100, np.int64), (F32, T4, np.int64)], ids=str)
+@pytest.mark.parametrize("known", [False, True], ids=["unknown", "max_seqlen"])
+def test_lengths_on_the_device(emulator, dtype, gpu, width, known):
+    cu_q, cu_k = [0, 1, 90, 90, 91, 150], [0, 80, 90, 95, 95, 170]
+    q, k, v, dout = (a[0] for a in operands("1,160,180,2,1,16", dtype))
+    plain = problems.build_varlen(q, k, v, cu_q, cu_k, causal=True)
+    out, lse = reference.forward(plain)
+    options = {"causal": True, "varlen": (cu_q, cu_k, None, None)}
+    host = problems.build_backward(dout, q, k, v, out.astype(dtype), lse.astype(dtype), **options)
+    sizes = {} if known else {"seqlen_q": 160, "seqlen_k": 180}
+    found = backward_fp.run(emulator, on_device(host, width).replace(**sizes), gpu)
+    check(found, host)
+    small = on_device(host, width).replace(seqlen_q=1, seqlen_k=1)
+    backward_fp.run(emulator, small, gpu)  # inside the arrays, and nothing that was not written is read

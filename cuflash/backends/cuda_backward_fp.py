@@ -30,7 +30,7 @@ PARAMS = np.dtype(  # of fp_backward_params.cuh
             "dout", "dlse", "dq", "dk", "dv", "dbias", "row_base", "row_inverse", "row_delta", "row_sink",
         )),
         *((f"{name}_stride", structs.STRIDES) for name in ("dout", "dlse", "dq", "dk", "dv", "dbias")),
-        ("factor", np.float64), *((name, np.int32) for name in ("dq_vector", "keys_vector", "trusted", "unused")),
+        ("factor", np.float64), *((name, np.int32) for name in ("dq_vector", "keys_vector", "trusted", "longest")),
     ],
     align=True,
 )
@@ -244,6 +244,7 @@ def pack(
     r["factor"] = float(problem.scale)  # type: ignore[arg-type]
     r["dq_vector"] = structs.copy_bytes((gradients["dq"],)) == 16
     r["keys_vector"] = structs.copy_bytes((gradients["dk"], gradients["dv"])) == 16
+    r["longest"] = -(-problem.seqlen_q // chosen.rows.m) * chosen.rows.m
     r["trusted"] = problem.out is not None and problem.out.dtype == problem.q.dtype
     return p
 

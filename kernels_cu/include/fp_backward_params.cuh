@@ -17,7 +17,7 @@ struct FpBackwardParams : PrefillParams {  // out and lse are those of the forwa
     double factor;        // of dq and dk: the scale
     i32 dq_vector, keys_vector;  // rows of dq, of dk and dv, can be written 16 bytes at a time
     i32 trusted;          // out is of the type that is computed in
-    i32 unused;
+    i32 longest;          // rows of a sequence that have statistics: all, unless somebody gave a max_seqlen_q that is too small
 };
 
 // A row's place in arrays like lse.
