@@ -47,6 +47,25 @@ class BackwardTile(NamedTuple):
         return 2 * (self.n + self.stages * self.m) * (d + dv) + 4 * self.m * self.n + 8 * self.stages * self.m
 
 
+class QueriesTile(NamedTuple):
+    """How a block of backward_fa2_dq works: query rows, keys of a step, warps that share the rows, tiles of keys in shared memory, and
+    blocks that shall fit a multiprocessor together."""
+
+    m: int
+    n: int
+    warps: int
+    stages: int
+    resident: int = 1
+
+    @property
+    def threads(self) -> int:
+        return 32 * self.warps
+
+    def shared_memory(self, d: int, dv: int) -> int:
+        """Bytes of dynamic shared memory for padded head sizes; BackwardFa2Dq::SMEM_BYTES counts the same."""
+        return 2 * (self.m + self.stages * self.n) * (d + dv)
+
+
 class Choice(NamedTuple):
     """Tiles for plain kernels, and for those that need more registers: other score kinds than the plain one, masks, narrow copies."""
 
@@ -103,4 +122,21 @@ def backward_fa2(d: int, dv: int, lean: bool, mask: bool, info: DeviceInfo) -> B
     tile = choice.lean if lean or mask else choice.plain
     if mask:
         tile = tile._replace(keys=max(tile.keys, ARRAY_KEYS))
+    return tile if tile.shared_memory(d, dv) <= info.shared_memory_block else None
+
+
+# By the larger of the two padded head sizes, up to the next of these. A thread holds M D / threads numbers of dQ, and 2 M N / threads scores
+# and their gradients.
+BACKWARD_FA2_DQ: dict[str, dict[int, QueriesTile]] = {
+    "sm_90": {64: QueriesTile(128, 32, 4, 2, 2), 128: QueriesTile(64, 64, 4, 1, 2), 256: QueriesTile(64, 32, 4, 1)},  # 48, 64, 96 KiB
+    "sm_86": {64: QueriesTile(128, 32, 4, 2, 2), 128: QueriesTile(64, 32, 4, 2), 256: QueriesTile(64, 32, 4, 1)},
+    "sm_75": {64: QueriesTile(64, 32, 4, 1, 2), 128: QueriesTile(64, 32, 4, 1), 256: QueriesTile(32, 32, 2, 1)},  # 24, 48, 64 KiB
+}
+BACKWARD_FA2_DQ["sm_80"] = BACKWARD_FA2_DQ["sm_100"] = BACKWARD_FA2_DQ["sm_90"]
+
+
+def backward_fa2_dq(d: int, dv: int, info: DeviceInfo) -> QueriesTile | None:
+    """The tile of backward_fa2_dq for padded head sizes; None if its shared memory does not fit the device."""
+    table = BACKWARD_FA2_DQ[tiles.family(info)]
+    tile = table[next(size for size in table if max(d, dv) <= size)]
     return tile if tile.shared_memory(d, dv) <= info.shared_memory_block else None

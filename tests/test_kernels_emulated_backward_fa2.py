@@ -52,7 +52,7 @@ def run(
             found[name][int(cu[-1]) if isinstance(cu, np.ndarray) else 0 :] = 0
     results = {name: Guarded(arrays.view(a, name), side, writable=True) for name, a in found.items()}
     places = structs.places(problem, rows)
-    sizes = {name: problem.heads_q * places * (chosen.d if name == "dq_sum" else 1) for name in ("row_lse", "row_delta", "dq_sum")}
+    sizes = {name: problem.heads_q * places * (chosen.dq_columns if name == "dq_sum" else 1) for name in ("row_lse", "row_delta", "dq_sum")}
     work = {
         name: Guarded(arrays.view(np.full(size, np.nan, np.float32), name), side, writable=True, aligned=True)
         for name, size in sizes.items()
@@ -62,12 +62,15 @@ def run(
     params = structs.pack_backward(
         moved, {name: a.view for name, a in results.items()}, rows, n_tiles, max(1, min(2, problem.batch * problem.heads_kv)),
         chosen.factor_left, {name: a.view.pointer for name, a in small.items()},
-        {name: a.view.pointer for name, a in work.items()}, chosen.d,
+        {name: a.view.pointer for name, a in work.items()}, chosen.dq_columns,
     )
     launches = [(prepare_source(dtype, vector), problem.heads_q * places // 32, 256, 0)]
     launches += [(chosen.source, problem.batch * problem.heads_kv * n_tiles, chosen.threads, chosen.shared_memory)]
-    aligned = structs.copy_bytes((results["dq"].view,)) == 16
-    launches += [(cuda_backward_fa2.convert_source(dtype, aligned), problem.heads_q * places // 32, 256, 0)]
+    if (queries := chosen.queries) is not None:
+        launches += [(queries.source, queries.blocks(problem, rows), queries.threads, queries.shared_memory)]
+    else:
+        aligned = structs.copy_bytes((results["dq"].view,)) == 16
+        launches += [(cuda_backward_fa2.convert_source(dtype, aligned), problem.heads_q * places // 32, 256, 0)]
     for source, grid, threads, shared in launches:
         try:
             library = made.prepare_source(source, "BackwardParams", arch).result()
@@ -153,3 +156,167 @@ RUNS += [(c, F16, T4) for c in CASES[::3]]
 @pytest.mark.parametrize(("case", "dtype", "info"), RUNS, ids=[f"{c.name}-{SHORT[t]}-{i.name}" for c, t, i in RUNS])
 def test_gradients(emulator, case, dtype, info):
     check(emulator, case, dtype, info)
+
+
+FIXED_ORDER = [(c, t, i) for n, (c, t, i) in enumerate(RUNS) if n % 3 == 0 or len(c.options) > 1 or c.packed or c.kv_lengths]
+
+
+@pytest.mark.parametrize(("case", "dtype", "info"), FIXED_ORDER, ids=[f"{c.name}-{SHORT[t]}-{i.name}" for c, t, i in FIXED_ORDER])
+def test_gradients_in_a_fixed_order(emulator, case, dtype, info):
+    check(emulator, case, dtype, info, deterministic=True)
+
+
+# ---- every tile of the tables -------------------------------------------------------------------------------------------
+
+
+def tile_runs() -> Iterator[tuple[Case, np.dtype, DeviceInfo, bool]]:
+    """Each tile: two blocks of keys, the second with few, and two steps of queries and a few more; every other one with padded columns."""
+    seen = set()
+    for family, info in OF_FAMILY.items():
+        for d, (kind, options) in itertools.product(tiles.HEAD_CLASSES, (("full", ()), ("softcap", (fixed(softcap=3.0),)), ("mask", (mask(),)))):
+            tile = tiles_backward.backward_fa2(d, d, kind != "full", kind == "mask", info)
+            key = d, tile._replace(resident=0), kind, info is T4
+            if key in seen:
+                continue
+            seen.add(key)
+            odd, dtype = len(seen) % 2, F16 if info is T4 or len(seen) % 3 else BF16
+            name = f"tile-{d}-m{tile.m}n{tile.n}w{tile.warps}s{tile.stages}k{tile.keys}-{kind}"
+            yield case(name, f"1,{2 * tile.m + 5},{tile.n + 9},1,1,{d - 8 * odd}", causal, *options), dtype, info, False
+            other = tiles_backward.backward_fa2_dq(d, d, info)
+            if (d, other._replace(resident=0), info is T4) not in seen:
+                seen.add((d, other._replace(resident=0), info is T4))
+                name = f"tile-{d}-m{other.m}n{other.n}w{other.warps}s{other.stages}-dq"
+                yield case(name, f"1,{other.m + 5},{2 * other.n + 9},1,1,{d - 8 * odd}", causal), dtype, info, True
+
+
+TILES = list(tile_runs())
+
+
+@pytest.mark.parametrize(("case", "dtype", "info", "deterministic"), TILES, ids=[f"{c.name}-{SHORT[t]}-{i.name}" for c, t, i, _ in TILES])
+def test_tiles(emulator, case, dtype, info, deterministic):
+    check(emulator, case, dtype, info, deterministic)
+
+
+# ---- hard values --------------------------------------------------------------------------------------------------------
+
+
+def operands(sizes: tuple[int, int, int, int], dtype: np.dtype, d: int = 64) -> list[np.ndarray]:
+    """q, k, v and dout."""
+    b, sq, sk, h = sizes
+    shapes = (b, sq, h, d), (b, sk, h, d), (b, sk, h, d), (b, sq, h, d)
+    return [np.random.default_rng(n).standard_normal(s).astype(dtype) for n, s in enumerate(shapes)]
+
+
+def forward(q: np.ndarray, k: np.ndarray, v: np.ndarray, **options: object) -> tuple[np.ndarray, np.ndarray]:
+    out, lse = reference.forward(problems.build_attention(q, k, v, **options))
+    return out.astype(q.dtype), lse.astype(np.float32)
+
+
+def gradients(made, dout, q, k, v, info=A100, results=None, **options) -> Gradients:
+    out, lse = results or forward(q, k, v, **{name: x for name, x in options.items() if name != "deterministic"})
+    return run(made, problems.build_backward(dout, q, k, v, out, lse, **options), info)
+
+
+def compare_all(found: Gradients, dout, q, k, v, **options) -> None:
+    out, lse = forward(q, k, v, **options)
+    want = compare.expect_gradients([problems.build_backward(dout, q, k, v, out, lse, **options)])
+    for name in ("dq", "dk", "dv"):
+        compare.assert_close(getattr(found, name), want.parts[name][0], want.bounds[name], name)
+
+
+def all_finite(g: Gradients) -> bool:
+    return all(np.isfinite(x.astype(np.float32)).all() for x in (g.dq, g.dk, g.dv))
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("filler", [np.nan, np.inf])
+@pytest.mark.parametrize("hidden", ["causal", "mask"])
+def test_rows_that_see_nothing_contribute_nothing(emulator, hidden, filler, deterministic):
+    """Case 5: whatever q and dO hold there; bit for bit."""
+    q, k, v, dout = operands((1, 150, 70, 1), F16)
+    blind = np.arange(150) < 80 if hidden == "causal" else np.arange(150) % 3 == 1
+    options = {"causal": True} if hidden == "causal" else {"mask": np.broadcast_to(~blind[:, None], (150, 70))}
+    results = forward(q, k, v, **options)
+    want = gradients(emulator, dout, q, k, v, results=results, deterministic=deterministic, **options)
+    compare_all(want, dout, q, k, v, **options)
+    q, dout = q.copy(), dout.copy()
+    q[:, blind], dout[:, blind] = filler, filler
+    found = gradients(emulator, dout, q, k, v, results=results, deterministic=deterministic, **options)
+    assert not found.dq[:, blind].any()
+    for name in ("dq", "dk", "dv"):
+        compare.assert_same_bits(getattr(found, name), getattr(want, name), name)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize(("rows", "keys"), [(65, 65), (1, 128), (9, 193)])
+def test_logits_so_low_that_weights_of_absent_keys_would_overflow(emulator, rows, keys, deterministic):
+    """Case 10: all logits are -120."""
+    q, k = np.zeros((1, rows, 1, 64), BF16), np.zeros((1, keys, 1, 64), BF16)
+    q[..., 0], k[..., 0] = 1, -120 * 8
+    _, _, v, dout = operands((1, rows, keys, 1), BF16)
+    found = gradients(emulator, dout, q, k, v, deterministic=deterministic)
+    assert all_finite(found)
+    want = dout.astype(np.float64).sum(1, keepdims=True).repeat(keys, 1) / keys
+    compare.assert_close(found.dv, want, 2 * compare.eps(BF16) * np.abs(want).max(), "dv")
+
+
+@pytest.mark.parametrize("info", [A100, T4], ids=["A100", "T4"])
+def test_saturated_softcap(emulator, info):
+    """Case 31: logits of thousands, whose derivatives are about 0."""
+    q, k, v, dout = operands((1, 40, 70, 1), F16)
+    found = gradients(emulator, dout, 50 * q, k, v, info, softcap=50.0, scale=1.0)
+    assert all_finite(found)
+    compare_all(found, dout, 50 * q, k, v, softcap=50.0, scale=1.0)
+
+
+def test_memory_that_does_not_count(emulator):
+    """NaN in keys and values behind lengths, before starts, and in rows of no sequence."""
+    q, k, v, dout = (a[0] for a in operands((1, 100, 160, 2), BF16))
+    cu_q, cu_k = [0, 40, 40, 90], [0, 70, 80, 150]
+    results = [np.full(q.shape, np.nan, BF16), np.full((2, 100), np.nan, np.float32)]
+    plain = problems.build_varlen(q, k, v, cu_q, cu_k, causal=True)
+    results[0][:90], results[1][:, :90] = (a[..., :90] if n else a[:90] for n, a in enumerate(reference.forward(plain)))
+    for a in (q, dout):
+        a[90:] = np.nan
+    for a in (k, v):
+        a[150:] = np.nan
+    for deterministic in (False, True):
+        options = {"causal": True, "varlen": (cu_q, cu_k, None, None), "deterministic": deterministic}
+        problem = problems.build_backward(dout, q, k, v, *results, **options)
+        found = run(emulator, problem, H200)
+        on_device = {name: arrays.view(np.array(getattr(problem, name)), name) for name in ("cu_seqlens_q", "cu_seqlens_k")}
+        again = run(emulator, problem.replace(seqlen_q=100, seqlen_k=160, **on_device), H200)  # as if only the device knew
+        want = compare.exact_gradients(problem)
+        for name in ("dq", "dk", "dv"):
+            exact = getattr(want, name)
+            compare.assert_close(getattr(found, name), exact, 3 * compare.eps(BF16) * np.abs(exact).max(), name)
+            compare.assert_same_bits(getattr(found, name), getattr(again, name), name)
+
+
+def test_no_keys_and_no_queries(emulator):
+    for rows, keys in ((3, 0), (0, 5), (0, 0)):
+        q, k, v, dout = operands((1, rows, keys, 2), F16)
+        found = gradients(emulator, dout, q, k, v)
+        assert not any(g.any() for g in (found.dq, found.dk, found.dv))
+
+
+def test_twice_the_same(emulator):
+    """dk and dv however dQ is added; with deterministic, all three however many heads start together."""
+    q, k, v, dout = operands((2, 150, 200, 2), BF16)
+    plain, first, second = (gradients(emulator, dout, q, k, v, causal=True, deterministic=x) for x in (False, True, True))
+    for name in ("dq", "dk", "dv"):
+        compare.assert_same_bits(getattr(first, name), getattr(second, name), name)
+    chosen = cuda_backward_fa2.make("bfloat16", 64, 64, A100, 1, deterministic=True)
+    assert dataclasses.replace(chosen, deterministic=False, queries=None).tile == chosen.tile
+    exact = plain.dq.astype(np.float64)
+    compare.assert_close(first.dq, exact, 2 * compare.eps(BF16) * np.abs(exact).max(), "dq")
+
+
+@pytest.mark.parametrize(("options", "word"), [({"sinks": [0.5]}, "sinks"), ({"bias": np.zeros((5, 5), F16)}, "bias")])
+def test_what_it_leaves_to_others(options, word):
+    q, k, v, dout = operands((1, 5, 5, 1), F16)
+    out, lse = forward(q, k, v, **options)
+    assert word in cuda_backward_fa2.decline(problems.build_backward(dout, q, k, v, out, lse, **options))
+    assert "float32" in cuda_backward_fa2.decline(
+        problems.build_backward(*(a.astype(np.float32) for a in (dout, q, k, v, out)), lse)
+    )

@@ -20,10 +20,41 @@ CONVERT_ROWS, CONVERT_THREADS = 32, 256  # as backward_convert_rows.cu has them
 
 
 @dataclass(frozen=True)
+class QueriesInstance(PrefillInstance):
+    """What is fixed when backward_fa2_dq is compiled."""
+
+    KERNEL, TILES, PARAMS = "backward_fa2_dq", "tiles_backward.py", "BackwardParams"
+
+    @property
+    def factor_left(self) -> bool:
+        return self.score in (SCORE_PLAIN, SCORE_SOFTCAP)
+
+    @property
+    def threads(self) -> int:
+        return self.tile.threads
+
+    @property
+    def tile_words(self) -> list[str]:
+        t = self.tile
+        return [f"m{t.m}n{t.n}w{t.warps}s{t.stages}"]
+
+    @property
+    def arguments(self) -> list[Any]:
+        t = self.tile
+        return [CUDA_TYPES[self.dtype], self.d, self.dv, t.m, t.n, t.warps, t.stages, self.load, self.mask, self.score]
+
+    def blocks(self, problem: Problem, tile_rows: int) -> int:
+        """Of the grid, where tiles between the launches have so many rows."""
+        rows = -(-problem.seqlen_q // tile_rows) * tile_rows
+        return problem.batch * problem.heads_q * -(-rows // self.tile.m)
+
+
+@dataclass(frozen=True)
 class Instance(PrefillInstance):
     """What is fixed when backward_fa2 is compiled."""
 
-    deterministic: bool = False  # it leaves dQ to another kernel
+    deterministic: bool = False
+    queries: QueriesInstance | None = None  # the other kernel, to which it then leaves dQ
 
     KERNEL, TILES, PARAMS = "backward_fa2", "tiles_backward.py", "BackwardParams"
 
@@ -35,6 +66,11 @@ class Instance(PrefillInstance):
     def tile_rows(self) -> int:
         """Rows of a tile in the arrays that the launches hand to each other: a multiple of those of a step."""
         return max(self.tile.m, tiles_backward.LEAST_ROWS)
+
+    @property
+    def dq_columns(self) -> int:
+        """Of the sums for dQ between the launches, which are rows; 0 where there are none, and no kernel that converts them."""
+        return 0 if self.deterministic else self.d
 
     @property
     def keys(self) -> int:
@@ -93,8 +129,17 @@ def make(
     deterministic: bool = False,
 ) -> Instance | None:
     """The instance for padded head sizes, or None if no tile fits the GPU."""
-    tile = tiles_backward.backward_fa2(d, dv, score != SCORE_PLAIN or load < 16, bool(mask & MASK_ARRAY), info)
-    return None if tile is None else Instance(dtype, dtype, d, dv, tile, mask, score, load, deterministic)
+    lean = score != SCORE_PLAIN or load < 16 or deterministic
+    tile = tiles_backward.backward_fa2(d, dv, lean, bool(mask & MASK_ARRAY), info)
+    if tile is None:
+        return None
+    queries = None
+    if deterministic:
+        own = tiles_backward.backward_fa2_dq(d, dv, info)
+        if own is None:
+            return None
+        queries = QueriesInstance(dtype, dtype, d, dv, own, mask, score, load)
+    return Instance(dtype, dtype, d, dv, tile, mask, score, load, deterministic, queries)
 
 
 def score_kind(problem: Problem) -> int:
@@ -118,6 +163,11 @@ def convert_source(dtype: str, vector: bool) -> jit.Source:
     return jit.Source("backward_convert_rows.cu", stub, name)
 
 
+def sources(chosen: Instance) -> tuple[jit.Source, ...]:
+    """The kernels of an instance."""
+    return (chosen.source,) if chosen.queries is None else (chosen.source, chosen.queries.source)
+
+
 @functools.cache
 def common(info: DeviceInfo) -> tuple[Instance, ...]:
     """Equal head sizes, full and causal, aligned arrays; and one of each rarer kind."""
@@ -133,6 +183,7 @@ def _common(info: DeviceInfo) -> Iterator[Instance]:
                 yield made
     for d in (64, 128):
         rarer = [make("float16", d, d, info, mask) for mask in (MASK_RIGHT | MASK_LEFT, MASK_ARRAY)]
+        rarer += [make("float16", d, d, info, mask, deterministic=True) for mask in (MASK_LENGTH, MASK_RIGHT)]
         rarer += [make("float16", d, d, info, MASK_RIGHT, load=load) for load in (8, 4, 2)]
         rarer += [make("float16", d, d, info, MASK_RIGHT, score) for score in (SCORE_SCALED, SCORE_SOFTCAP, SCORE_ALIBI)]
         yield from (made for made in rarer if made is not None)

@@ -28,8 +28,7 @@ __device__ __forceinline__ void store_keys(
     u32 smem, void* base, const Strides& stride, const KeyBlock& tile, const Sequence& seq, int rows, int columns
 ) {
     u16* to = static_cast<u16*>(base) + tile.batch * stride.batch + i64(seq.k_begin + tile.key) * stride.row + tile.head * stride.head;
-    const bool vector = columns % 8 == 0 && stride.column == 1 && ((reinterpret_cast<u64>(to) | u64(2 * stride.row)) & 15) == 0;
-    store_rows<Tile, C::THREADS, typename C::Order>(smem, to, stride, rows, columns, vector);
+    store_rows<Tile, C::THREADS, typename C::Order>(smem, to, stride, rows, columns, rows_in_sixteens(to, stride, columns));
 }
 
 // A tile of queries of one of the heads that share the keys.

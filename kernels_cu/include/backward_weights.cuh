@@ -29,6 +29,17 @@ template <class C> struct BackwardWeights {
         }
     }
 
+    // Scores of rows that see nothing, or are none, become finite: then their weights are 0.
+    __device__ __forceinline__ void close_eyes() {
+#pragma unroll
+        for (int mt = 0; mt < MT; ++mt)
+#pragma unroll
+            for (int nt = 0; nt < NT; ++nt)
+#pragma unroll
+                for (int c = 0; c < 4; ++c)
+                    if (lse[2 * mt + c / 2] == infinity()) S_rmem[mt][nt][c] = 0.0f;
+    }
+
     // S -> weights exp2(logit - lse). `position` and `key` as for apply_mask; `cut`: some row may not see some key.
     __device__ __forceinline__ void weigh(
         const PrefillParams& p, const ScoreTransform<C::SCORE>& score, const Visibility<C::MASK>& visible, int position, int key, bool cut

@@ -22,6 +22,11 @@ __device__ __forceinline__ void store_fragments(const float (&acc)[MT][NT][4], u
             }
 }
 
+// Whether rows from this place on can be written 16 bytes at a time.
+__device__ __forceinline__ bool rows_in_sixteens(const u16* row_gmem, const Strides& stride, int columns) {
+    return columns % 8 == 0 && stride.column == 1 && ((reinterpret_cast<u64>(row_gmem) | u64(2 * stride.row)) & 15) == 0;
+}
+
 // Rows of 16-bit numbers in shared memory, as many as exist -> out: whole sectors. `row_gmem` is out at the first row and column 0. Order:
 // where a row lies in the tile.
 template <class Tile, int THREADS, class Order = KeyOrder<false>>
