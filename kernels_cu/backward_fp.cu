@@ -255,8 +255,7 @@ template <class C> struct KeysBlock {
 template <class C> __device__ __forceinline__ void backward_fp_keys(const FpBackwardParams& p, unsigned char* shared) {
     using T = typename C::T;
     const KeysBlock<C> block(p, smem_address(shared));
-    const int own_keys = key_rows(p, block.work.batch, block.seq);
-    if (block.first_key >= own_keys) return;
+    if (block.first_key >= key_rows(p, block.work.batch, block.seq)) return;
     const int qk_column = block.slice * C::QK_COLUMNS, v_column = block.slice * C::V_COLUMNS;
     if (qk_column >= p.head_dim && v_column >= p.head_dim_v) return;
     T s[C::MT][C::NT][4], dp[C::MT][C::NT][4];
@@ -296,6 +295,7 @@ template <class C> __device__ __forceinline__ void backward_fp_keys(const FpBack
         if (guarded || !__syncthreads_or(strange)) break;
     }
     const int lane = Lane<C>().lane, lane_key = block.first_key + Lane<C>().row();
+    const int own_keys = key_rows(p, block.work.batch, block.seq);
     const auto hidden = [&](int r) { return lane_key + 8 * r < block.keys.begin || lane_key + 8 * r >= block.keys.end; };
     T* dk = row_gmem<T>(p.dk, p.dk_stride, block.work.batch, block.seq.k_begin + lane_key, block.work.head) + qk_column * p.dk_stride.column;
     T* dv = row_gmem<T>(p.dv, p.dv_stride, block.work.batch, block.seq.k_begin + lane_key, block.work.head) + v_column * p.dv_stride.column;

@@ -63,10 +63,11 @@ __device__ __forceinline__ void add_simt(
 ) {
     using T = typename C::T;
     constexpr int SIZE = Chunk<T>::SIZE, UNROLL = GUARDED || C::FULL ? 1 : 2;
+    constexpr int CHUNKS = GUARDED ? 1 : 2;  // at a time: the guard takes registers
 #pragma unroll
-    for (int group = 0; group < OT / SIZE; ++group) {  // 8 SIZE columns
-        if (group > 0 && 8 * SIZE * group >= columns) break;
-        T part[2 * C::MT][2][SIZE] = {};
+    for (int chunk = 0; chunk < 2 * OT / SIZE; chunk += CHUNKS) {
+        if (chunk > 0 && 8 * SIZE * (chunk / 2) >= columns) break;
+        T part[2 * C::MT][CHUNKS][SIZE] = {};
 #pragma unroll
         for (int nt = 0; nt < C::NT; ++nt)
 #pragma unroll
@@ -79,23 +80,21 @@ __device__ __forceinline__ void add_simt(
                     for (int r = 0; r < 2 * C::MT; ++r)
                         w[r] = __shfl_sync(0xffffffffu, P_rmem[r / 2][nt][r % 2 * 2 + c], (lane & 28) + other);
 #pragma unroll
-                    for (int half = 0; half < 2; ++half) {
-                        const Chunk<T> x = load_chunk<T>(Tile::at(X_first, 8 * nt, 8 * group + half));
+                    for (int i = 0; i < CHUNKS; ++i) {
+                        const Chunk<T> x = load_chunk<T>(Tile::at(X_first, 8 * nt, 8 * (chunk / 2) + chunk % 2 + i));
 #pragma unroll
                         for (int e = 0; e < SIZE; ++e)
 #pragma unroll
-                            for (int r = 0; r < 2 * C::MT; ++r) {
-                                const T y = C::Real::fma(w[r], x.x[e], part[r][half][e]);
-                                part[r][half][e] = GUARDED && is_hidden(w[r]) ? part[r][half][e] : y;
-                            }
+                            for (int r = 0; r < 2 * C::MT; ++r)
+                                if (!GUARDED || !is_hidden(w[r])) part[r][i][e] = C::Real::fma(w[r], x.x[e], part[r][i][e]);
                     }
                 }
 #pragma unroll
         for (int r = 0; r < 2 * C::MT; ++r)
 #pragma unroll
-            for (int half = 0; half < 2; ++half)
+            for (int i = 0; i < CHUNKS; ++i)
 #pragma unroll
-                for (int e = 0; e < SIZE; ++e) sums[r / 2][SIZE * group + e][r % 2 * 2 + half] += part[r][half][e];
+                for (int e = 0; e < SIZE; ++e) sums[r / 2][SIZE * (chunk / 2) + e][r % 2 * 2 + chunk % 2 + i] += part[r][i][e];
     }
 }
 
