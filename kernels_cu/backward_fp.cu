@@ -69,10 +69,11 @@ template <class T> __device__ __forceinline__ double delta_of_forward(const FpBa
 }
 
 // What the block must find anew; `known` gets the rows' deltas.
-template <class C> __device__ __forceinline__ Anew what_anew(const RowsBlock<C>& block, int lane_row, double (&known)[2 * C::MT]) {
+template <class C> __device__ __forceinline__ Anew what_anew(const RowsBlock<C>& block, double (&known)[2 * C::MT]) {
     using T = typename C::T;
     const FpBackwardParams& p = block.p;
     if (!p.trusted || i64(block.seq.q_length) * p.group <= FEW_ROWS) return ALL;
+    const int lane_row = block.first_row + Lane<C>().row();
     const Visibility<C::MASK> visible(p, block.seq);
     Anew wanted = NOTHING;
 #pragma unroll
@@ -95,42 +96,51 @@ template <class C> __device__ __forceinline__ Anew what_anew(const RowsBlock<C>&
     return __syncthreads_or(wanted == ALL) ? ALL : __syncthreads_or(wanted != NOTHING) ? NORMALISER : NOTHING;
 }
 
+// Where a warp of a block of rows stands at a step.
+template <class C> struct RowsStep : Lane<C> {
+    int position, key;  // of its first row, of the tile's first key
+    bool needed, all;   // some of its rows see some of the keys; all see all
+
+    __device__ __forceinline__ RowsStep(const RowsBlock<C>& block, const Visibility<C::MASK>& visible, int step)
+        : position(block.first_row + this->warp_row + block.seq.position), key((block.first + step) * C::N) {
+        const int last = position + C::WARP_ROWS - 1;
+        const KeyRange seen = visible.of_any(position, last);
+        needed = seen.begin < key + C::N && key < seen.end;
+        all = visible.all(position, last, key, key + C::N);
+    }
+
+    __device__ __forceinline__ int lane_position() const { return position + this->lane / 4; }
+    __device__ __forceinline__ int lane_key() const { return key + this->lane % 4 * 2; }
+};
+
 template <class C> __device__ __forceinline__ void backward_fp_rows(const FpBackwardParams& p, unsigned char* shared) {
     using T = typename C::T;
     using Real = typename C::Real;
     const RowsBlock<C> block(p, smem_address(shared));
     if (!block.exists()) return;
-    const int lane = threadIdx.x % 32, warp_row = threadIdx.x / 32 * C::WARP_ROWS, lane_row = block.first_row + warp_row + lane / 4;
     const Pairs<C::MASK, C::SCORE, Real> pairs(p, block.seq, block.work.batch, block.work.head);
-    const int position = block.first_row + warp_row + block.seq.position;
     T s[C::MT][C::NT][4], dp[C::MT][C::NT][4];
     block.load_own();
 
-    // Whether the warp sees some key of a tile, or all of its rows all of its keys.
-    const auto sees = [&](int key) {
-        const KeyRange own = pairs.visible.of_any(position, position + C::WARP_ROWS - 1);
-        return own.begin < key + C::N && key < own.end;
-    };
-    const auto sees_all = [&](int key) { return pairs.visible.all(position, position + C::WARP_ROWS - 1, key, key + C::N); };
-
     double known[2 * C::MT] = {};
-    const Anew anew = what_anew(block, lane_row, known);
+    const Anew anew = what_anew(block, known);
     RunningRow<Real> running[2 * C::MT];
 #pragma unroll
     for (int r = 0; r < 2 * C::MT; ++r) running[r].init();
     walk<C>(
         anew == NOTHING ? 0 : block.count, block.smem, [&](int step, u32 stage) { block.load(step, stage, anew == ALL); },
         [&](int step, u32 stage) {
-            const int key = (block.first + step) * C::N, lane_key = key + lane % 4 * 2;
-            if (!sees(key)) return;
-            raw_scores<C>(s, dp, block.smem, stage, warp_row, lane, anew == ALL);
-            exact_score(s, pairs.score, pairs.arrays, position + lane / 4, lane_key);
-            if (!sees_all(key)) apply_mask<C::MASK, KeyOrder<false>>(s, pairs.visible, position + lane / 4, lane_key);
+            const RowsStep<C> at(block, pairs.visible, step);
+            if (!at.needed) return;
+            raw_scores<C>(s, dp, block.smem, stage, at, anew == ALL);
+            exact_score(s, pairs.score, pairs.arrays, at.lane_position(), at.lane_key());
+            if (!at.all) apply_mask<C::MASK, KeyOrder<false>>(s, pairs.visible, at.lane_position(), at.lane_key());
 #pragma unroll
             for (int r = 0; r < 2 * C::MT; ++r) running[r].add(s, dp, r, pairs.unit, anew == ALL);
         });
 
     RowNumbers<T> numbers[2 * C::MT];
+    const int lane = Lane<C>().lane, lane_row = block.first_row + Lane<C>().row();
     const double unit = p.logit_scale64 * Exact64::LN2, sink = sink_of(p, block.work.head);
 #pragma unroll
     for (int r = 0; r < 2 * C::MT; ++r) {
@@ -166,12 +176,12 @@ template <class C> __device__ __forceinline__ void backward_fp_rows(const FpBack
         walk<C>(
             block.count, block.smem, [&](int step, u32 stage) { block.load(step, stage, true); },
             [&](int step, u32 stage) {
-                const int key = (block.first + step) * C::N;
-                if (!sees(key)) return;
-                raw_scores<C>(s, dp, block.smem, stage, warp_row, lane, true);
-                pairs.of_rows(s, dp, position + lane / 4, key + lane % 4 * 2, sees_all(key), numbers, dbias);
+                const RowsStep<C> at(block, pairs.visible, step);
+                if (!at.needed) return;
+                raw_scores<C>(s, dp, block.smem, stage, at, true);
+                pairs.of_rows(s, dp, at.lane_position(), at.lane_key(), at.all, numbers, dbias);
                 const u32 K_smem = stage + block.first_column * sizeof(T);
-                add_product<C, typename C::OfQk::KTile>(sums, dp, K_smem, lane, columns, guarded);
+                add_product<C, typename C::OfQk::KTile>(sums, dp, K_smem, at.lane, columns, guarded);
             });
         bool strange = false;
 #pragma unroll
@@ -245,9 +255,7 @@ template <class C> struct KeysBlock {
 template <class C> __device__ __forceinline__ void backward_fp_keys(const FpBackwardParams& p, unsigned char* shared) {
     using T = typename C::T;
     const KeysBlock<C> block(p, smem_address(shared));
-    const int own_keys = key_rows(p, block.work.batch, block.seq);
-    if (block.first_key >= own_keys) return;
-    const int lane = threadIdx.x % 32, warp_key = threadIdx.x / 32 * C::WARP_ROWS, lane_key = block.first_key + warp_key + lane / 4;
+    if (block.first_key >= key_rows(p, block.work.batch, block.seq)) return;
     const int qk_column = block.slice * C::QK_COLUMNS, v_column = block.slice * C::V_COLUMNS;
     if (qk_column >= p.head_dim && v_column >= p.head_dim_v) return;
     T s[C::MT][C::NT][4], dp[C::MT][C::NT][4];
@@ -265,16 +273,19 @@ template <class C> __device__ __forceinline__ void backward_fp_keys(const FpBack
             [&](int step, u32 stage) {
                 const Pairs<C::MASK, C::SCORE, typename C::Real> pairs(p, block.seq, block.work.batch, block.head(step));
                 const int row = block.row(step), rows = min(C::N, block.seq.q_length - row), position = row + block.seq.position;
-                const int key = block.first_key + warp_key, end_key = key + C::WARP_ROWS;
+                const Lane<C> at;
+                const int key = block.first_key + at.warp_row, end_key = key + C::WARP_ROWS;
                 const KeyRange seen = pairs.visible.of_any(position, position + rows - 1);
                 if (seen.begin >= end_key || key >= seen.end) return;
-                raw_scores<C>(s, dp, block.smem, stage, warp_key, lane, true);
+                raw_scores<C>(s, dp, block.smem, stage, at, true);
                 const bool all = rows == C::N && pairs.visible.all(position, position + rows - 1, key, end_key);
-                pairs.of_keys(s, dp, position + lane % 4 * 2, lane_key, all, [&](int n) { return block.numbers(stage, n + lane % 4 * 2); });
+                const int pair = at.lane % 4 * 2;
+                pairs.of_keys(s, dp, position + pair, key + at.lane / 4, all, [&](int n) { return block.numbers(stage, n + pair); });
                 add_product<C, typename C::OfV::KTile>(
-                    dv_sums, s, stage + C::V_SMEM + v_column * sizeof(T), lane, p.head_dim_v - v_column, guarded);
-                add_product<C, typename C::OfQk::KTile>(dk_sums, dp, stage + qk_column * sizeof(T), lane, p.head_dim - qk_column, guarded);
+                    dv_sums, s, stage + C::V_SMEM + v_column * sizeof(T), at.lane, p.head_dim_v - v_column, guarded);
+                add_product<C, typename C::OfQk::KTile>(dk_sums, dp, stage + qk_column * sizeof(T), at.lane, p.head_dim - qk_column, guarded);
             });
+        const int lane_key = block.first_key + Lane<C>().row();
         bool strange = false;
 #pragma unroll
         for (int r = 0; r < 2 * C::MT; ++r) {
@@ -283,6 +294,8 @@ template <class C> __device__ __forceinline__ void backward_fp_keys(const FpBack
         }
         if (guarded || !__syncthreads_or(strange)) break;
     }
+    const int lane = Lane<C>().lane, lane_key = block.first_key + Lane<C>().row();
+    const int own_keys = key_rows(p, block.work.batch, block.seq);
     const auto hidden = [&](int r) { return lane_key + 8 * r < block.keys.begin || lane_key + 8 * r >= block.keys.end; };
     T* dk = row_gmem<T>(p.dk, p.dk_stride, block.work.batch, block.seq.k_begin + lane_key, block.work.head) + qk_column * p.dk_stride.column;
     T* dv = row_gmem<T>(p.dv, p.dv_stride, block.work.batch, block.seq.k_begin + lane_key, block.work.head) + v_column * p.dv_stride.column;

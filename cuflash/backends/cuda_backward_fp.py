@@ -149,15 +149,21 @@ def instance(problem: Problem, info: DeviceInfo) -> Instance | None:
     """The kernel instance for these arrays, or None if no tile fits the GPU."""
     dtype = name_of(problem.q.dtype)
     d, dv = tiles.head_class(problem.head_dim), tiles.head_class(problem.head_dim_v)
-    found = tiles_backward_fp.backward_fp(dtype, d, dv, info)
-    if found is None:
-        return None
     left, right = (side != UNBOUNDED for side in problem.window)
     mask = MASK_RIGHT | MASK_LEFT if left else MASK_RIGHT if right else MASK_LENGTH
     mask |= MASK_ARRAY if problem.mask is not None else 0
+    score = score_kind(problem)
+    found = tiles_backward_fp.backward_fp(dtype, d, dv, info, needs_more(mask, score))
+    if found is None:
+        return None
     whole = structs.copy_bytes(tuple(a for a in (problem.q, problem.k, problem.v, problem.dout) if a is not None)) == 16
     kind, rows, keys = found
-    return Instance(dtype, kind, d, dv, rows, keys, mask, score_kind(problem), 16 if whole else ITEMSIZE[dtype])
+    return Instance(dtype, kind, d, dv, rows, keys, mask, score, 16 if whole else ITEMSIZE[dtype])
+
+
+def needs_more(mask: int, score: int) -> bool:
+    """Whether there is more than lengths, a window and a scale."""
+    return bool(mask & MASK_ARRAY or score & ~SCORE_SCALED)
 
 
 def score_kind(problem: Problem) -> int:
@@ -259,7 +265,7 @@ def kernels(problem: Problem, chosen: Instance) -> Iterator[tuple[bool, jit.Sour
 def common(info: DeviceInfo) -> Iterator[Instance]:
     """Equal head sizes, full and causal, aligned arrays; and one of each rarer kind."""
     def make(dtype: str, d: int, mask: int, score: int = SCORE_PLAIN, load: int = 16) -> Iterator[Instance]:
-        found = tiles_backward_fp.backward_fp(dtype, d, d, info)
+        found = tiles_backward_fp.backward_fp(dtype, d, d, info, needs_more(mask, score))
         if found is not None:
             yield Instance(dtype, found[0], d, d, *found[1:], mask, score, load)
 

@@ -16,6 +16,7 @@ struct BackwardFp {
     static constexpr int MT = WARP_ROWS / 16, NT = N / 8;  // 16 x 8 tiles of a warp
     static __device__ constexpr int slice(int columns) { return (columns + SLICES * 32 - 1) / (SLICES * 32) * 32; }
     static constexpr int QK_COLUMNS = slice(DQK), V_COLUMNS = slice(DV);  // of the gradients of a block
+    static constexpr bool FULL = OF_KEYS && MT == 2;  // so many sums that there are no registers to load ahead
     using OfQk = OfColumns<BackwardFp, DQK>;
     using OfV = OfColumns<BackwardFp, DV>;
     using QkLoader = NumberLoader<T, typename OfQk::KTile, THREADS, WHOLE_CHUNKS>;
@@ -30,17 +31,29 @@ struct BackwardFp {
     static_assert(M % (16 * WARPS_) == 0 && WARP_ROWS <= 32 && (STAGES == 1 || STAGES == 2), "");
 };
 
+// Where a thread stands, worked out anew for every step: it need not stay in registers meanwhile.
+template <class C> struct Lane {
+    int lane, warp_row;  // warp_row: the warp's first row or key, counted from the block's
+
+    __device__ __forceinline__ Lane() {
+        const int thread = thread_index();
+        lane = thread % 32, warp_row = thread / 32 * C::WARP_ROWS;
+    }
+
+    __device__ __forceinline__ int row() const { return warp_row + lane / 4; }  // of the lane's, the first
+};
+
 // The raw scores and dP of a warp and a tile.
 template <class C>
 __device__ __forceinline__ void raw_scores(
-    typename C::T (&s)[C::MT][C::NT][4], typename C::T (&dp)[C::MT][C::NT][4], u32 smem, u32 stage_smem, int warp_row, int lane, bool with_dp
+    typename C::T (&s)[C::MT][C::NT][4], typename C::T (&dp)[C::MT][C::NT][4], u32 smem, u32 stage_smem, const Lane<C>& at, bool with_dp
 ) {
 #pragma unroll
     for (int i = 0; i < C::MT * C::NT * 4; ++i) s[i / (4 * C::NT)][i / 4 % C::NT][i % 4] = dp[i / (4 * C::NT)][i / 4 % C::NT][i % 4] = 0;
-    Products<typename C::OfQk, typename C::Kind>::scores(s, smem + warp_row * C::OfQk::QTile::ROW_BYTES, stage_smem, lane);
+    Scores<C, C::DQK, typename C::Kind>::make(s, smem + at.warp_row * C::OfQk::QTile::ROW_BYTES, stage_smem, at.lane);
     if (with_dp)
-        Products<typename C::OfV, typename C::Kind>::scores(
-            dp, smem + C::OWN_V_SMEM + warp_row * C::OfV::QTile::ROW_BYTES, stage_smem + C::V_SMEM, lane);
+        Scores<C, C::DV, typename C::Kind>::make(
+            dp, smem + C::OWN_V_SMEM + at.warp_row * C::OfV::QTile::ROW_BYTES, stage_smem + C::V_SMEM, at.lane);
 }
 
 // Steps 0 to count - 1: load(step, shared memory of its stage), later work(step, the same). With one stage, other blocks of the

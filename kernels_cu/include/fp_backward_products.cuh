@@ -14,11 +14,46 @@ template <class C, int COLUMNS> struct OfColumns {
     using T = typename C::T;
     using Real = typename C::Real;
     static constexpr int MT = C::MT, NT = C::NT, N = C::N, DQK = COLUMNS, OT = COLUMNS / 8;
-    static constexpr int QK_UNROLL = 1, SIMT_UNROLL = 2, COUNT = 4 / MT;
+    static constexpr int QK_UNROLL = 1, SIMT_UNROLL = C::FULL ? 1 : 2, COUNT = 4 / MT;
     using QTile = NumberTile<T, C::M, COLUMNS>;
     using KTile = NumberTile<T, C::N, COLUMNS>;
     using VTile = KTile;
 };
+
+// S = A B^T of two arrays of COLUMNS columns in shared memory.
+template <class C, int COLUMNS, class Kind> struct Scores {
+    using Of = OfColumns<C, COLUMNS>;
+
+    static __device__ __forceinline__ void make(typename C::T (&s)[C::MT][C::NT][4], u32 A_smem, u32 B_smem, int lane) {
+        Products<Of, Kind>::scores(s, A_smem, B_smem, lane);
+    }
+};
+
+#if CUFLASH_ARCH >= 800
+// With the operands of one product after the other: two sums and the tile's scores leave no registers for more.
+template <class C, int COLUMNS> struct Scores<C, COLUMNS, Dmma> {
+    using T = typename C::T;
+    using OfA = Operands<typename OfColumns<C, COLUMNS>::QTile, T>;
+    using OfB = Operands<typename OfColumns<C, COLUMNS>::KTile, T>;
+
+    static __device__ __forceinline__ void make(T (&s)[C::MT][C::NT][4], u32 A_smem, u32 B_smem, int lane) {
+        const u32 A_first = OfA::first_a(A_smem, lane), B_first = OfB::first_b(B_smem, lane);
+#pragma unroll 1
+        for (int depth16 = 0; depth16 < COLUMNS / 16; ++depth16) {
+            T a[C::MT][8];
+#pragma unroll
+            for (int mt = 0; mt < C::MT; ++mt) OfA::load_a(a[mt], A_first, 16 * mt, depth16);
+#pragma unroll
+            for (int nt = 0; nt < C::NT; ++nt) {
+                T b[4];
+                OfB::load_b(b, B_first, 8 * nt, depth16);
+#pragma unroll
+                for (int mt = 0; mt < C::MT; ++mt) mma_16x8x16_f64(s[mt][nt], a[mt], b);
+            }
+        }
+    }
+};
+#endif
 
 // sums += P X by multiply-adds. P: [own][other] as scores are, X: rows of others in shared memory. `columns`: that there are.
 // GUARDED: hidden pairs add nothing, whatever X holds; else they add 0 times that.
@@ -27,11 +62,12 @@ __device__ __forceinline__ void add_simt(
     typename C::T (&sums)[C::MT][OT][4], const typename C::T (&P_rmem)[C::MT][C::NT][4], u32 X_smem, int lane, int columns
 ) {
     using T = typename C::T;
-    constexpr int SIZE = Chunk<T>::SIZE, UNROLL = GUARDED ? 1 : 2;
+    constexpr int SIZE = Chunk<T>::SIZE, UNROLL = GUARDED || C::FULL ? 1 : 2;
+    constexpr int CHUNKS = GUARDED ? 1 : 2;  // at a time: the guard takes registers
 #pragma unroll
-    for (int group = 0; group < OT / SIZE; ++group) {  // 8 SIZE columns
-        if (group > 0 && 8 * SIZE * group >= columns) break;
-        T part[2 * C::MT][2][SIZE] = {};
+    for (int chunk = 0; chunk < 2 * OT / SIZE; chunk += CHUNKS) {
+        if (chunk > 0 && 8 * SIZE * (chunk / 2) >= columns) break;
+        T part[2 * C::MT][CHUNKS][SIZE] = {};
 #pragma unroll
         for (int nt = 0; nt < C::NT; ++nt)
 #pragma unroll
@@ -44,23 +80,21 @@ __device__ __forceinline__ void add_simt(
                     for (int r = 0; r < 2 * C::MT; ++r)
                         w[r] = __shfl_sync(0xffffffffu, P_rmem[r / 2][nt][r % 2 * 2 + c], (lane & 28) + other);
 #pragma unroll
-                    for (int half = 0; half < 2; ++half) {
-                        const Chunk<T> x = load_chunk<T>(Tile::at(X_first, 8 * nt, 8 * group + half));
+                    for (int i = 0; i < CHUNKS; ++i) {
+                        const Chunk<T> x = load_chunk<T>(Tile::at(X_first, 8 * nt, 8 * (chunk / 2) + chunk % 2 + i));
 #pragma unroll
                         for (int e = 0; e < SIZE; ++e)
 #pragma unroll
-                            for (int r = 0; r < 2 * C::MT; ++r) {
-                                const T y = C::Real::fma(w[r], x.x[e], part[r][half][e]);
-                                part[r][half][e] = GUARDED && is_hidden(w[r]) ? part[r][half][e] : y;
-                            }
+                            for (int r = 0; r < 2 * C::MT; ++r)
+                                if (!GUARDED || !is_hidden(w[r])) part[r][i][e] = C::Real::fma(w[r], x.x[e], part[r][i][e]);
                     }
                 }
 #pragma unroll
         for (int r = 0; r < 2 * C::MT; ++r)
 #pragma unroll
-            for (int half = 0; half < 2; ++half)
+            for (int i = 0; i < CHUNKS; ++i)
 #pragma unroll
-                for (int e = 0; e < SIZE; ++e) sums[r / 2][SIZE * group + e][r % 2 * 2 + half] += part[r][half][e];
+                for (int e = 0; e < SIZE; ++e) sums[r / 2][SIZE * (chunk / 2) + e][r % 2 * 2 + chunk % 2 + i] += part[r][i][e];
     }
 }
 
