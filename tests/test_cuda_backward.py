@@ -107,7 +107,7 @@ def test_launches_of_fa2(launches):
     found = cuflash.attention_backward(*there(given), softcap=3.0, kernel="fa2", backend="cuda")
     prepare, products, convert = launches
     assert prepare.name == "backward_prepare_fp16_fp16_lanes8" and convert.name == "backward_convert_rows_fp16"
-    assert products.name.startswith("backward_fa2_fp16_d64_m32n128w4s2_softcap") and products.grid == 2 * 2 * 2
+    assert products.name.startswith("backward_fa2_fp16_d64_m64n128w8s2_softcap") and products.grid == 2 * 2 * 2
     assert prepare.grid == convert.grid == 2 * 2 * 320 // 32 and products.params["dq_columns"] == 64
     assert products.params["dq"] == found.dq.data.ptr
 
