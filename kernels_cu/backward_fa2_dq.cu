@@ -33,7 +33,8 @@ template <class C> struct QueryBlock {
     u32 smem;
 
     // The last rows first: under a causal mask they see the most keys.
-    __device__ __forceinline__ QueryBlock(const BackwardParams& p, u32 block, u32 smem) : p(p), visible(p.prefill, KeyRange{0, 0}), smem(smem) {
+    __device__ __forceinline__ QueryBlock(const BackwardParams& p, u32 block, u32 smem)
+        : p(p), visible(p.prefill, KeyRange{0, 0}), smem(smem) {
         const u32 m_tiles = (u32(p.prefill.m_tiles) * u32(p.tile_rows) + C::M - 1) / C::M, pair = block / m_tiles;
         batch = int(pair / u32(p.prefill.heads_q)), head = int(pair % u32(p.prefill.heads_q));
         row = int(m_tiles - 1 - block % m_tiles) * C::M;

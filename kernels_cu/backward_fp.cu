@@ -46,7 +46,8 @@ template <class C> struct RowsBlock {
 
     __device__ __forceinline__ void load(int step, u32 stage_smem, bool with_v) const {
         const int thread = thread_index(), key = (first + step) * C::N, head = work.head / p.group;
-        typename C::QkLoader(p.k, p.k_stride, work.batch, seq.k_begin, head, 0, p.head_dim).load(thread, stage_smem, key, keys.begin, keys.end);
+        const typename C::QkLoader loader(p.k, p.k_stride, work.batch, seq.k_begin, head, 0, p.head_dim);
+        loader.load(thread, stage_smem, key, keys.begin, keys.end);
         if (with_v)
             typename C::VLoader(p.v, p.v_stride, work.batch, seq.k_begin, head, 0, p.head_dim_v)
                 .load(thread, stage_smem + C::V_SMEM, key, keys.begin, keys.end);
@@ -58,7 +59,8 @@ template <class C> struct RowsBlock {
 };
 
 // delta = dO . O of a row, by its four lanes.
-template <class T> __device__ __forceinline__ double delta_of_forward(const FpBackwardParams& p, const WorkItem& work, const Sequence& seq, int row) {
+template <class T>
+__device__ __forceinline__ double delta_of_forward(const FpBackwardParams& p, const WorkItem& work, const Sequence& seq, int row) {
     const T* o = row_gmem<T>(p.out, p.out_stride, work.batch, seq.q_begin + row, work.head);
     const T* g = row_gmem<T>(p.dout, p.dout_stride, work.batch, seq.q_begin + row, work.head);
     double sum = 0.0;
@@ -283,7 +285,8 @@ template <class C> __device__ __forceinline__ void backward_fp_keys(const FpBack
                 pairs.of_keys(s, dp, position + pair, key + at.lane / 4, all, [&](int n) { return block.numbers(stage, n + pair); });
                 add_product<C, typename C::OfV::KTile>(
                     dv_sums, s, stage + C::V_SMEM + v_column * sizeof(T), at.lane, p.head_dim_v - v_column, guarded);
-                add_product<C, typename C::OfQk::KTile>(dk_sums, dp, stage + qk_column * sizeof(T), at.lane, p.head_dim - qk_column, guarded);
+                add_product<C, typename C::OfQk::KTile>(
+                    dk_sums, dp, stage + qk_column * sizeof(T), at.lane, p.head_dim - qk_column, guarded);
             });
         const int lane_key = block.first_key + Lane<C>().row();
         bool strange = false;
@@ -297,7 +300,8 @@ template <class C> __device__ __forceinline__ void backward_fp_keys(const FpBack
     const int lane = Lane<C>().lane, lane_key = block.first_key + Lane<C>().row();
     const int own_keys = key_rows(p, block.work.batch, block.seq);
     const auto hidden = [&](int r) { return lane_key + 8 * r < block.keys.begin || lane_key + 8 * r >= block.keys.end; };
-    T* dk = row_gmem<T>(p.dk, p.dk_stride, block.work.batch, block.seq.k_begin + lane_key, block.work.head) + qk_column * p.dk_stride.column;
+    T* dk = row_gmem<T>(p.dk, p.dk_stride, block.work.batch, block.seq.k_begin + lane_key, block.work.head) +
+        qk_column * p.dk_stride.column;
     T* dv = row_gmem<T>(p.dv, p.dv_stride, block.work.batch, block.seq.k_begin + lane_key, block.work.head) + v_column * p.dv_stride.column;
     store_sums(
         dk_sums, lane, p.dk_stride.column, p.head_dim - qk_column, p.keys_vector != 0, T(p.factor),

@@ -14,7 +14,7 @@ from cuflash import arrays, device, jit, reference, structs, tiles, tiles_backwa
 from cuflash import problem as problems
 from cuflash.backends import cuda_backward_fa2
 from cuflash.device import DeviceInfo
-from cuflash.types import ArrayView, Gradients, Problem
+from cuflash.types import Gradients, Problem
 from emulator import emulate
 from emulator.guarded import Guarded
 from test_gradients import differentiate, gradient_parts
@@ -122,11 +122,16 @@ CASES = (
     case("window-causal-more-rows", "1,300,120,1,1,64", fixed(window=(64, 0), causal=True)),
     *(
         case(f"heads-{d}-{dv}", f"1,70,80,2,1,{d},{dv}", causal)
-        for d, dv in ((8, 8), (40, 40), (72, 72), (96, 64), (64, 128), (48, 104), (128, 40), (192, 128), (256, 256), (256, 32), (33, 160), (1, 5))
+        for d, dv in (
+            (8, 8), (40, 40), (72, 72), (96, 64), (64, 128), (48, 104), (128, 40), (192, 128), (256, 256), (256, 32), (33, 160), (1, 5),
+        )
     ),
     *(case(f"groups-{h}-{hk}", f"2,70,90,{h},{hk},64", causal) for h, hk in ((4, 2), (6, 2), (5, 1))),
     # Memory.
-    *(case(f"strides-{lay}", "2,140,140,4,2,64", causal, strides=lay) for lay in ("expanded", "reversed", "heads_of_packed", "every_other")),
+    *(
+        case(f"strides-{lay}", "2,140,140,4,2,64", causal, strides=lay)
+        for lay in ("expanded", "reversed", "heads_of_packed", "every_other")
+    ),
     *(case(f"copies-of-{n}-bytes", f"1,70,130,2,1,{d}", causal) for n, d in ((8, 20), (4, 34), (2, 33))),
     case("heads-first", "3,70,140,3,3,128", causal, layout="BHSD"),
     case("lengths", "3,90,200,2,1,64", causal, kv_lengths=(200, 77, 0)),
@@ -173,7 +178,8 @@ def tile_runs() -> Iterator[tuple[Case, np.dtype, DeviceInfo, bool]]:
     """Each tile: two blocks of keys, the second with few, and two steps of queries and a few more; every other one with padded columns."""
     seen = set()
     for family, info in OF_FAMILY.items():
-        for d, (kind, options) in itertools.product(tiles.HEAD_CLASSES, (("full", ()), ("softcap", (fixed(softcap=3.0),)), ("mask", (mask(),)))):
+        kinds = ("full", ()), ("softcap", (fixed(softcap=3.0),)), ("mask", (mask(),))
+        for d, (kind, options) in itertools.product(tiles.HEAD_CLASSES, kinds):
             tile = tiles_backward.backward_fa2(d, d, kind != "full", kind == "mask", info)
             key = d, tile._replace(resident=0), kind, info is T4
             if key in seen:

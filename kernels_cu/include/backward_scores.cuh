@@ -1,5 +1,5 @@
-// Weights and gradients of scores of 64 keys by OWN queries, in the registers of a warpgroup of backward_fa3.cu. A lane has two keys, 8 apart,
-// and of every 8 queries 2 (l % 4) and the next one.
+// Weights and gradients of scores of 64 keys by OWN queries, in the registers of a warpgroup of backward_fa3.cu. A lane has two keys, 8
+// apart, and of every 8 queries 2 (l % 4) and the next one.
 #include "include/backward_load.cuh"
 #include "include/wgmma.cuh"
 

@@ -166,7 +166,8 @@ template <class C> struct BackwardWarpgroup : BackwardScores<C> {
             store_smem(Base::part_smem() + j * 512 + thread_index() % 32 * 16, dq_sums()[j]);
         async_proxy_fence();
         __syncwarp();
-        if (lead) add_bytes(p.dq_sum + i64(dq_tile) * (C::M * C::DQK) + Base::warp() * (C::PART_BYTES / 4), Base::part_smem(), C::PART_BYTES);
+        float* const to = p.dq_sum + i64(dq_tile) * (C::M * C::DQK) + Base::warp() * (C::PART_BYTES / 4);
+        if (lead) add_bytes(to, Base::part_smem(), C::PART_BYTES);
     }
 
     // Gradients of scores, for both warpgroups.

@@ -1,6 +1,6 @@
 // What a warpgroup of backward_fa3.cu does where heads are wider than 128. dK and dV of 64 keys then fill the registers of both warpgroups:
-// each has half of their columns, and half of the queries of a tile of scores. Weights and gradients of scores of both halves meet in shared
-// memory, where all products behind them find them.
+// each has half of their columns, and half of the queries of a tile of scores. Weights and gradients of scores of both halves meet in
+// shared memory, where all products behind them find them.
 #include "include/backward_scores.cuh"
 
 template <class C> struct BackwardWide : BackwardScores<C> {
