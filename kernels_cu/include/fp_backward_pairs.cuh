@@ -24,7 +24,9 @@ template <int MASK, int SCORE, class Real> struct Pairs {
     // A pair's raw score and dP, in place its weight and the gradient of its raw score without the scale, or the marks of hidden ones.
     // `outer` gets the gradient of the logit.
     template <class Outer>
-    __device__ __forceinline__ void differentiate(T& s, T& dp, int i, int j, bool seen, T bias, const RowNumbers<T>& row, Outer outer) const {
+    __device__ __forceinline__ void differentiate(
+        T& s, T& dp, int i, int j, bool seen, T bias, const RowNumbers<T>& row, Outer outer
+    ) const {
         const T x = score(s, i, j, bias);
         const bool hidden = !seen || x == -infinity();
         const T weight = Real::exp2(Real::mul(x - row.base, unit)) * row.inverse;

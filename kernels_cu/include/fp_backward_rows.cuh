@@ -78,7 +78,9 @@ __device__ __forceinline__ double sink_of(const FpBackwardParams& p, int head) {
 // From reduced sums over the row's keys. `known`: delta without dlse, which the sums have not if !with_dp. `unit`: 1 of the scores in
 // natural logits.
 template <class Real>
-__device__ __forceinline__ RowResult finish_row(const RunningRow<Real>& row, bool with_dp, double known, double sink, double unit, double dlse) {
+__device__ __forceinline__ RowResult finish_row(
+    const RunningRow<Real>& row, bool with_dp, double known, double sink, double unit, double dlse
+) {
     const bool empty = row.total == 0.0;  // NaN is not
     const double logit = row.top * unit, top = empty ? sink : fmax(logit, sink);
     const double weight = empty ? 0.0 : logit == top ? 1.0 : ::exp(logit - top);
