@@ -25,7 +25,8 @@ template <int MASK, int SCORE, class Real> struct Pairs {
     // `outer` gets the gradient of the logit.
     template <class Outer>
     __device__ __forceinline__ void differentiate(
-        T& s, T& dp, int i, int j, bool seen, T bias, const RowNumbers<T>& row, Outer outer) const {
+        T& s, T& dp, int i, int j, bool seen, T bias, const RowNumbers<T>& row, Outer outer
+    ) const {
         const T x = score(s, i, j, bias);
         const bool hidden = !seen || x == -infinity();
         const T weight = Real::exp2(Real::mul(x - row.base, unit)) * row.inverse;

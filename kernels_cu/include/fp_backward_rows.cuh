@@ -79,7 +79,8 @@ __device__ __forceinline__ double sink_of(const FpBackwardParams& p, int head) {
 // natural logits.
 template <class Real>
 __device__ __forceinline__ RowResult finish_row(
-    const RunningRow<Real>& row, bool with_dp, double known, double sink, double unit, double dlse) {
+    const RunningRow<Real>& row, bool with_dp, double known, double sink, double unit, double dlse
+) {
     const bool empty = row.total == 0.0;  // NaN is not
     const double logit = row.top * unit, top = empty ? sink : fmax(logit, sink);
     const double weight = empty ? 0.0 : logit == top ? 1.0 : ::exp(logit - top);
