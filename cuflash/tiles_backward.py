@@ -113,14 +113,14 @@ BACKWARD_FA2: dict[str, dict[int, Choice]] = {
     },
 }
 BACKWARD_FA2["sm_80"] = BACKWARD_FA2["sm_100"] = BACKWARD_FA2["sm_90"]  # all of these fit the 163 KiB of sm_80
-ARRAY_KEYS = 32  # whose scores a warp has where a mask is read 8 keys at a time
+ARRAY_KEYS = 32  # whose scores a warp has where a mask or bias is read 8 keys at a time
 
 
-def backward_fa2(d: int, dv: int, lean: bool, mask: bool, info: DeviceInfo) -> BackwardTile | None:
-    """The tile for padded head sizes; None if its shared memory does not fit the device."""
+def backward_fa2(d: int, dv: int, lean: bool, arrays: bool, info: DeviceInfo) -> BackwardTile | None:
+    """The tile for padded head sizes; None if its shared memory does not fit the device. ``arrays``: there is a mask or a bias."""
     choice = BACKWARD_FA2[tiles.family(info)][max(d, dv)]
-    tile = choice.lean if lean or mask else choice.plain
-    if mask:
+    tile = choice.lean if lean or arrays else choice.plain
+    if arrays:
         tile = tile._replace(keys=max(tile.keys, ARRAY_KEYS))
     return tile if tile.shared_memory(d, dv) <= info.shared_memory_block else None
 
