@@ -125,8 +125,8 @@ def backward_fa2(d: int, dv: int, lean: bool, arrays: bool, info: DeviceInfo) ->
     return tile if tile.shared_memory(d, dv) <= info.shared_memory_block else None
 
 
-# By the larger of the two padded head sizes, up to the next of these. A thread holds M D / threads numbers of dQ, and 2 M N / threads scores
-# and their gradients.
+# By the larger of the two padded head sizes, up to the next of these. A thread holds M D / threads numbers of dQ, and 2 M N / threads
+# scores and their gradients.
 BACKWARD_FA2_DQ: dict[str, dict[int, QueriesTile]] = {
     "sm_90": {64: QueriesTile(128, 32, 4, 2, 2), 128: QueriesTile(64, 64, 4, 1, 2), 256: QueriesTile(64, 32, 4, 1)},  # 48, 64, 96 KiB
     "sm_86": {64: QueriesTile(128, 32, 4, 2, 2), 128: QueriesTile(64, 32, 4, 2), 256: QueriesTile(64, 32, 4, 1)},

@@ -1,5 +1,5 @@
-// The backward pass of FlashAttention-2 with mma.sync, for sm_75 and every later GPU: dK and dV, and sums for dQ. After Dao 2023; weights are
-// computed again from the log-sum-exp of their rows.
+// The backward pass of FlashAttention-2 with mma.sync, for sm_75 and every later GPU: dK and dV, and sums for dQ. After Dao 2023; weights
+// are computed again from the log-sum-exp of their rows.
 //
 // A block has N keys of one key/value head and keeps their dK and dV in registers, while it walks over the tiles of M queries, of all heads
 // that share the keys, which may see some of them. A step has five products. Warps share the first two by rows and keys, S = Q K^T and
@@ -7,7 +7,7 @@
 // dV += P^T dO and dK += dS^T Q by keys and columns, and dQ = dS K by rows and columns: that is added in float32 to what other blocks find.
 // Additions come in no fixed order; where they must, backward_fa2_dq.cu computes dQ, and this kernel the other four products.
 //
-// Costs of a step of 64 queries x 128 keys at D = 128, 8 warps: 2,560 mma and about 1,100 ldmatrix, which read shared memory for 4,400 clocks
+// Costs of a step of 64 queries x 128 keys at D = 128, 8 warps: 2,560 mma and 1,152 ldmatrix, which read shared memory for 4,608 clocks
 // while the tensor cores of sm_80 need 5,120. Weights and gradients take 8 issue slots for each of a lane's 32 scores: 512 a scheduler.
 #include "include/backward_block.cuh"
 #include "include/backward_products.cuh"

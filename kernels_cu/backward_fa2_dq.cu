@@ -4,8 +4,8 @@
 // dP = dO V^T once more, then dQ += dS K, whose operand dS is made of registers. Together with backward_fa2.cu, which then has four
 // products, these are seven products instead of five.
 //
-// Or, FINDS_DELTA, it stays with the first two products and replaces delta = rowsum(dO * O) by the sum of P * dP: the same but for digits that
-// O does not have in 16 bits, and that gradients of a bias in float32 show.
+// Or, FINDS_DELTA, it stays with the first two products and replaces delta = rowsum(dO * O) by the sum of P * dP: the same but for digits
+// that O does not have in 16 bits. Gradients of a bias in float32 show them, and sums of gradients over keys, which cancel but for them.
 #include "include/backward_products.cuh"
 #include "include/backward_weights.cuh"
 #include "include/epilogue.cuh"
@@ -37,7 +37,8 @@ template <class C> struct QueryBlock {
     u32 smem;
 
     // The last rows first: under a causal mask they see the most keys.
-    __device__ __forceinline__ QueryBlock(const BackwardParams& p, u32 block, u32 smem) : p(p), visible(p.prefill, KeyRange{0, 0}), smem(smem) {
+    __device__ __forceinline__ QueryBlock(const BackwardParams& p, u32 block, u32 smem)
+        : p(p), visible(p.prefill, KeyRange{0, 0}), smem(smem) {
         const u32 m_tiles = (u32(p.prefill.m_tiles) * u32(p.tile_rows) + C::M - 1) / C::M, pair = block / m_tiles;
         batch = int(pair / u32(p.prefill.heads_q)), head = int(pair % u32(p.prefill.heads_q));
         row = int(m_tiles - 1 - block % m_tiles) * C::M;

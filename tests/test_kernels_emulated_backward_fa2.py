@@ -20,7 +20,7 @@ from emulator.guarded import Guarded
 from test_gradients import differentiate, gradient_parts
 
 T4, A100, RTX, H200 = (device.KNOWN[name] for name in ("T4", "A100", "RTX 3090", "H200"))
-OF_FAMILY = {"sm_75": T4, "sm_80": A100, "sm_86": RTX, "sm_90": H200}
+FAMILIES = (T4, A100, RTX, H200)  # one GPU of each row of the tile tables
 SHORT = {F16: "fp16", BF16: "bf16"}
 CUDA = {"float16": "Fp16", "bfloat16": "Bf16"}
 WINDOW = fixed(window=(70, 20))
@@ -135,11 +135,16 @@ CASES = (
     case("window-causal-more-rows", "1,300,120,1,1,64", fixed(window=(64, 0), causal=True)),
     *(
         case(f"heads-{d}-{dv}", f"1,70,80,2,1,{d},{dv}", causal)
-        for d, dv in ((8, 8), (40, 40), (72, 72), (96, 64), (64, 128), (48, 104), (128, 40), (192, 128), (256, 256), (256, 32), (33, 160), (1, 5))
+        for d, dv in (
+            (8, 8), (40, 40), (72, 72), (96, 64), (64, 128), (48, 104), (128, 40), (192, 128), (256, 256), (256, 32), (33, 160), (1, 5),
+        )
     ),
     *(case(f"groups-{h}-{hk}", f"2,70,90,{h},{hk},64", causal) for h, hk in ((4, 2), (6, 2), (5, 1))),
     # Memory.
-    *(case(f"strides-{lay}", "2,140,140,4,2,64", causal, strides=lay) for lay in ("expanded", "reversed", "heads_of_packed", "every_other")),
+    *(
+        case(f"strides-{lay}", "2,140,140,4,2,64", causal, strides=lay)
+        for lay in ("expanded", "reversed", "heads_of_packed", "every_other")
+    ),
     *(case(f"copies-of-{n}-bytes", f"1,70,130,2,1,{d}", causal) for n, d in ((8, 20), (4, 34), (2, 33))),
     case("heads-first", "3,70,140,3,3,128", causal, layout="BHSD"),
     case("lengths", "3,90,200,2,1,64", causal, kv_lengths=(200, 77, 0)),
@@ -163,7 +168,10 @@ CASES = (
     case("bias", "2,70,160,4,2,64", bias()),
     case("bias-causal-odd-128", "1,90,131,2,1,128", causal, bias(hidden=0.1)),
     case("bias-float32-mask", "1,70,136,2,1,64", bias(dtype=F32, hidden=0.1), mask(visible=0.9)),
-    *(case(f"bias-of-{axes.replace(' ', '-')}", "2,40,70,4,2,64", bias(axes), causal) for axes in ("Hq Sq Sk", "1 1 Sk", "B 1 Sq Sk", "1 1 1 1")),
+    *(
+        case(f"bias-of-{axes.replace(' ', '-')}", "2,40,70,4,2,64", bias(axes), causal)
+        for axes in ("Hq Sq Sk", "1 1 Sk", "B 1 Sq Sk", "1 1 1 1")
+    ),
     case("bias-softcap-alibi-window", "1,100,136,2,1,96", fixed(softcap=3.0, window=(50, 5)), alibi(), bias(dtype=F32)),
     case("bias-strides", "1,40,130,2,1,64", bias(), strides="every_other"),
     case("bias-few-visible", "1,70,40,2,1,64", bias(hidden=0.97)),
@@ -196,9 +204,9 @@ def test_gradients_in_a_fixed_order(emulator, case, dtype, info):
 
 def tile_runs() -> Iterator[tuple[Case, np.dtype, DeviceInfo, bool]]:
     """Each tile: two blocks of keys, the second with few, and two steps of queries and a few more; every other one with padded columns."""
-    seen = set()
-    for family, info in OF_FAMILY.items():
-        for d, (kind, options) in itertools.product(tiles.HEAD_CLASSES, (("full", ()), ("softcap", (fixed(softcap=3.0),)), ("mask", (mask(),)))):
+    seen, kinds = set(), (("full", ()), ("softcap", (fixed(softcap=3.0),)), ("mask", (mask(),)))
+    for info in FAMILIES:
+        for d, (kind, options) in itertools.product(tiles.HEAD_CLASSES, kinds):
             tile = tiles_backward.backward_fa2(d, d, kind != "full", kind == "mask", info)
             key = d, tile._replace(resident=0), kind, info is T4
             if key in seen:

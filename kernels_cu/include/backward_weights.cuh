@@ -17,7 +17,9 @@ template <class C> struct BackwardWeights {
     float lse[2 * MT], delta[2 * MT];  // of the lane's rows
 
     // Read what mask and bias have for the warp's rows, from the lane's first one on, and keys.
-    __device__ __forceinline__ void fetch(const PrefillParams& p, const Sequence& seq, int batch, int head, int row, int key, int lane_key) {
+    __device__ __forceinline__ void fetch(
+        const PrefillParams& p, const Sequence& seq, int batch, int head, int row, int key, int lane_key
+    ) {
         if constexpr (MASK_BYTES != 0) {
             const int first = p.mask_tail ? seq.kv_length - p.mask_columns : 0;  // the key of the mask's first column
             const Matrix<MASK_BYTES> mask(p.mask, p.mask_stride, batch, head, p.matrix_rows, p.mask_columns, p.mask_vector);
@@ -90,7 +92,9 @@ template <class C> struct BackwardWeights {
     }
 
     // Gradients of the bias, in rows before end_row and of keys before end_key. `row` and `key`: the lane's first ones.
-    __device__ __forceinline__ void add_dbias(const BackwardParams& p, int batch, int head, int row, int end_row, int key, int end_key) const {
+    __device__ __forceinline__ void add_dbias(
+        const BackwardParams& p, int batch, int head, int row, int end_row, int key, int end_key
+    ) const {
         if constexpr (BIAS_BYTES != 0) {
             const Strides& stride = p.dbias_stride;
             float* head_gmem = p.dbias + batch * stride.batch + head * stride.head + key * stride.column;
