@@ -113,20 +113,20 @@ BACKWARD_FA2: dict[str, dict[int, Choice]] = {
     },
 }
 BACKWARD_FA2["sm_80"] = BACKWARD_FA2["sm_100"] = BACKWARD_FA2["sm_90"]  # all of these fit the 163 KiB of sm_80
-ARRAY_KEYS = 32  # whose scores a warp has where a mask is read 8 keys at a time
+ARRAY_KEYS = 32  # whose scores a warp has where a mask or bias is read 8 keys at a time
 
 
-def backward_fa2(d: int, dv: int, lean: bool, mask: bool, info: DeviceInfo) -> BackwardTile | None:
-    """The tile for padded head sizes; None if its shared memory does not fit the device."""
+def backward_fa2(d: int, dv: int, lean: bool, arrays: bool, info: DeviceInfo) -> BackwardTile | None:
+    """The tile for padded head sizes; None if its shared memory does not fit the device. ``arrays``: there is a mask or a bias."""
     choice = BACKWARD_FA2[tiles.family(info)][max(d, dv)]
-    tile = choice.lean if lean or mask else choice.plain
-    if mask:
+    tile = choice.lean if lean or arrays else choice.plain
+    if arrays:
         tile = tile._replace(keys=max(tile.keys, ARRAY_KEYS))
     return tile if tile.shared_memory(d, dv) <= info.shared_memory_block else None
 
 
-# By the larger of the two padded head sizes, up to the next of these. A thread holds M D / threads numbers of dQ, 2 M N / threads scores
-# and their gradients.
+# By the larger of the two padded head sizes, up to the next of these. A thread holds M D / threads numbers of dQ, and 2 M N / threads
+# scores and their gradients.
 BACKWARD_FA2_DQ: dict[str, dict[int, QueriesTile]] = {
     "sm_90": {64: QueriesTile(128, 32, 4, 2, 2), 128: QueriesTile(64, 64, 4, 1, 2), 256: QueriesTile(64, 32, 4, 1)},  # 48, 64, 96 KiB
     "sm_86": {64: QueriesTile(128, 32, 4, 2, 2), 128: QueriesTile(64, 32, 4, 2), 256: QueriesTile(64, 32, 4, 1)},

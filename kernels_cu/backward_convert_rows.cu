@@ -25,7 +25,7 @@ template <class In, bool VECTOR> __device__ __forceinline__ void backward_conver
             pack2<In>(high.x * p.scale, high.y * p.scale), pack2<In>(high.z * p.scale, high.w * p.scale),
         };
         u16* to = static_cast<u16*>(p.dq) + entry * p.dq_stride.batch + i64(head) * p.dq_stride.head +
-            (seq.q_begin + row) * p.dq_stride.row;
+                  (seq.q_begin + row) * p.dq_stride.row;
         if constexpr (VECTOR) {
             *reinterpret_cast<uint4*>(to + column) = make_uint4(word[0], word[1], word[2], word[3]);
         } else {

@@ -7,8 +7,8 @@
 // dV += P^T dO and dK += dS^T Q by keys and columns, and dQ = dS K by rows and columns: that is added in float32 to what other blocks find.
 // Additions come in no fixed order; where they must, backward_fa2_dq.cu computes dQ, and this kernel the other four products.
 //
-// Costs of a step of 64 queries x 128 keys at D = 128, 8 warps: 2,560 mma and about 1,100 ldmatrix, which read shared memory for 4,400
-// clocks while the tensor cores of sm_80 need 5,120. Weights and gradients take 8 issue slots for each of a lane's 32 scores: 512 a scheduler.
+// Costs of a step of 64 queries x 128 keys at D = 128, 8 warps: 2,560 mma and 1,152 ldmatrix, which read shared memory for 4,608 clocks
+// while the tensor cores of sm_80 need 5,120. Weights and gradients take 8 issue slots for each of a lane's 32 scores: 512 a scheduler.
 #include "include/backward_block.cuh"
 #include "include/backward_products.cuh"
 #include "include/backward_weights.cuh"
@@ -63,9 +63,9 @@ template <class C> struct BackwardWarp {
         const int row = warp / C::KEY_PARTS * C::ROWS, column = warp % C::KEY_PARTS * C::KEYS;  // the warp's first ones in the tiles
         const int first_row = t.tile * C::M + row + lane / 4, position = block.seq.position + first_row, first_key = block.key + column;
         const PrefillParams& f = block.p.prefill;
-        const int query_head = block.query_head(t);
+        const int query_head = block.query_head(t), lane_key = first_key + lane % 4 * C::Order::LANE;
         BackwardWeights<C> w;
-        w.fetch(f, block.seq, block.batch, query_head, first_row, first_key, first_key + lane % 4 * C::Order::LANE);
+        w.fetch(f, block.seq, block.batch, query_head, first_row, first_key, lane_key);
         clear(w.S_rmem);
         multiply_rows<In, QTile, KTile, C::DQK>(
             w.S_rmem, fragment_a<QTile>(block.Q_smem(stage), row, thread),
@@ -75,14 +75,17 @@ template <class C> struct BackwardWarp {
         const int warp_position = block.seq.position + t.tile * C::M + row;
         const bool cut = !block.visible.all(warp_position, warp_position + C::ROWS - 1, first_key, first_key + C::KEYS);
         const ScoreTransform<C::SCORE> score(f, block.batch, query_head);
-        w.weigh(f, score, block.visible, position, first_key + lane % 4 * C::Order::LANE, cut);
+        w.weigh(f, score, block.visible, position, lane_key, cut);
         store(w.S_rmem, block.smem + C::P_SMEM, row, column / 8, thread);
-        w.cap();
+        w.cap_weights();
         clear(w.dP_rmem);
         multiply_rows<In, OTile, VTile, C::DV>(
             w.dP_rmem, fragment_a<OTile>(block.dO_smem(stage), row, thread),
             fragment_b<VTile>(block.smem + C::V_SMEM, thread) + column * VTile::ROW_BYTES);
         w.differentiate(C::HIDES || cut);
+        if (thread / 32 < C::SCORE_WARPS)
+            w.add_dbias(block.p, block.batch, query_head, first_row, block.rows.end, lane_key, block.keys.end);
+        w.cap_gradients();
         store(w.dP_rmem, block.smem + C::DS_SMEM, row, column / 8, thread);
     }
 

@@ -3,15 +3,19 @@
 // A block has M query rows of one head, of which each warp owns some, and walks over the tiles of N keys that they may see: S = Q K^T and
 // dP = dO V^T once more, then dQ += dS K, whose operand dS is made of registers. Together with backward_fa2.cu, which then has four
 // products, these are seven products instead of five.
+//
+// Or, FINDS_DELTA, it stays with the first two products and replaces delta = rowsum(dO * O) by the sum of P * dP: the same but for digits
+// that O does not have in 16 bits. Gradients of a bias in float32 show them, and sums of gradients over keys, which cancel but for them.
 #include "include/backward_products.cuh"
 #include "include/backward_weights.cuh"
 #include "include/epilogue.cuh"
 
 // STAGES: tiles of keys and of values in shared memory.
-template <class In_, int DQK_, int DV_, int M_, int N_, int WARPS_, int STAGES_, int LOAD_, int MASK_, int SCORE_> struct BackwardFa2Dq {
+template <class In_, int DQK_, int DV_, int M_, int N_, int WARPS_, int STAGES_, int LOAD_, int MASK_, int SCORE_, bool FINDS_DELTA_>
+struct BackwardFa2Dq {
     using In = In_;
     static constexpr int DQK = DQK_, DV = DV_, M = M_, N = N_, STAGES = STAGES_, LOAD = LOAD_, MASK = MASK_, SCORE = SCORE_;
-    static constexpr bool HIDES = (MASK & MASK_ARRAY) != 0 || bias_bytes(SCORE) != 0;
+    static constexpr bool FINDS_DELTA = FINDS_DELTA_, HIDES = (MASK & MASK_ARRAY) != 0 || bias_bytes(SCORE) != 0;
     using Order = KeyOrder<HIDES>;
     static constexpr int WARPS = WARPS_, THREADS = 32 * WARPS, ROWS = M / WARPS, KEYS = N;
     static constexpr int MT = ROWS / 16, NT = KEYS / 8, OT = DQK / 8;
@@ -70,9 +74,14 @@ template <class C> struct QueryWarp {
     using In = typename C::In;
     float dQ_rmem[C::MT][C::OT][4];
     BackwardWeights<C> w;
-    bool blind;  // some row sees nothing, or is none
+    float found[2 * C::MT];  // the lane's share of the sums of P * dP
+    bool blind;              // some row sees nothing, or is none
 
-    __device__ __forceinline__ QueryWarp() { clear(dQ_rmem); }
+    __device__ __forceinline__ QueryWarp() {
+        clear(dQ_rmem);
+#pragma unroll
+        for (int r = 0; r < 2 * C::MT; ++r) found[r] = 0.0f;
+    }
 
     static __device__ __forceinline__ int row() { return thread_index() / 32 * C::ROWS; }
 
@@ -102,12 +111,17 @@ template <class C> struct QueryWarp {
         if (blind) w.close_eyes();
         const bool cut = !block.visible.all(position, position + C::ROWS - 1, key, key + C::KEYS);
         w.weigh(f, score, block.visible, position + lane / 4, lane_key, cut);
-        w.cap();
+        if constexpr (!C::FINDS_DELTA) w.cap_weights();
         clear(w.dP_rmem);
         multiply_rows<In, typename C::OTile, typename C::VTile, C::DV>(
             w.dP_rmem, fragment_a<typename C::OTile>(block.smem + C::DO_SMEM, row(), thread),
             fragment_b<typename C::VTile>(block.V_smem(tile), thread));
+        if constexpr (C::FINDS_DELTA) {
+            w.add_products(found);
+            return;
+        }
         w.differentiate(C::HIDES || cut || blind);
+        w.cap_gradients();
         const u32 K_frag = fragment_a<KTile>(block.K_smem(tile), 0, thread);
 #pragma unroll
         for (int k = 0; k < C::KEYS / 16; ++k) {
@@ -123,6 +137,24 @@ template <class C> struct QueryWarp {
                     mma_16x8x16<In>(dQ_rmem[mt][2 * n + 1], a[mt], b[2], b[3]);
                 }
             }
+        }
+    }
+
+    // delta, less dLSE, of the rows that see a key.
+    __device__ __forceinline__ void write_delta(const QueryBlock<C>& block) {
+        const BackwardParams& p = block.p;
+        const int lane = thread_index() % 32, first = block.row + row() + lane / 4;
+        const i64 place = block.head * p.places + first_place_of(p, block.batch, block.seq) + first;
+        const i64 entry = p.prefill.cu_seqlens_q ? 0 : block.batch;
+        const float* dlse = p.dlse + entry * p.dlse_stride.batch + block.head * p.dlse_stride.head;
+#pragma unroll
+        for (int r = 0; r < 2 * C::MT; ++r) {
+            float x = found[r];
+            x += shuffle_xor<1>(x);
+            x += shuffle_xor<2>(x);
+            if (lane % 4 != 0 || w.lse[r] == infinity()) continue;
+            if (p.dlse) x -= dlse[(block.seq.q_begin + first + 8 * r) * p.dlse_stride.row];
+            p.row_delta[place + 8 * r] = x;
         }
     }
 };
@@ -153,6 +185,10 @@ template <class C> __device__ __forceinline__ void backward_fa2_dq(const Backwar
     if (rows <= 0) return;
     QueryWarp<C> warp;
     if (block.visible.begin < block.visible.end) walk(block, warp);
+    if constexpr (C::FINDS_DELTA) {
+        if (block.visible.begin < block.visible.end) warp.write_delta(block);
+        return;
+    }
 #pragma unroll
     for (int mt = 0; mt < C::MT; ++mt)
 #pragma unroll

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import compare
 import numpy as np
 import pytest
-from case import BF16, F16, Case, Packed, alibi, case, causal, fixed, mask, upper_left
+from case import BF16, F16, F32, Case, Packed, alibi, bias, case, causal, fixed, mask, upper_left
 from cuflash import arrays, device, jit, reference, structs, tiles, tiles_backward
 from cuflash import problem as problems
 from cuflash.backends import cuda_backward_fa2
@@ -20,7 +20,7 @@ from emulator.guarded import Guarded
 from test_gradients import differentiate, gradient_parts
 
 T4, A100, RTX, H200 = (device.KNOWN[name] for name in ("T4", "A100", "RTX 3090", "H200"))
-OF_FAMILY = {"sm_75": T4, "sm_80": A100, "sm_86": RTX, "sm_90": H200}
+FAMILIES = (T4, A100, RTX, H200)  # one GPU of each row of the tile tables
 SHORT = {F16: "fp16", BF16: "bf16"}
 CUDA = {"float16": "Fp16", "bfloat16": "Bf16"}
 WINDOW = fixed(window=(70, 20))
@@ -32,6 +32,11 @@ def prepare_source(dtype: str, vector: bool) -> jit.Source:
     return jit.Source("backward_prepare.cu", stub, name)
 
 
+def broadcast(a: ArrayView, shape: tuple[int, ...]) -> ArrayView:
+    seen = np.broadcast_to(a.array, shape)
+    return dataclasses.replace(a, shape=seen.shape, strides=seen.strides, array=seen)
+
+
 def run(
     made: emulate.Emulator, problem: Problem, info: DeviceInfo, side: str = "end", chosen: cuda_backward_fa2.Instance | None = None
 ) -> Gradients:
@@ -41,7 +46,7 @@ def run(
     dtype, rows, arch = chosen.dtype, chosen.tile_rows, 750 if info.cc < (8, 0) else 900 if info.cc >= (9, 0) else 800
     inputs = {
         name: Guarded(a, side)
-        for name in ("q", "k", "v", "out", "lse", "dout", "dlse", "mask")
+        for name in ("q", "k", "v", "out", "lse", "dout", "dlse", "bias", "mask")
         if (a := getattr(problem, name)) is not None
     }
     small = {name: Guarded(arrays.view(value, name), side) for name, value in structs.small_arrays(problem).items()}
@@ -50,7 +55,12 @@ def run(
     if problem.varlen:
         for name, cu in (("dq", problem.cu_seqlens_q), ("dk", problem.cu_seqlens_k), ("dv", problem.cu_seqlens_k)):
             found[name][int(cu[-1]) if isinstance(cu, np.ndarray) else 0 :] = 0
+    if problem.bias is not None:
+        found["dbias"] = np.zeros(problem.bias_shape, np.float32)
     results = {name: Guarded(arrays.view(a, name), side, writable=True) for name, a in found.items()}
+    gradients = {name: a.view for name, a in results.items()}
+    if problem.bias is not None:
+        gradients["dbias"] = broadcast(gradients["dbias"], problem.bias.shape)
     places = structs.places(problem, rows)
     sizes = {name: problem.heads_q * places * (chosen.dq_columns if name == "dq_sum" else 1) for name in ("row_lse", "row_delta", "dq_sum")}
     work = {
@@ -60,11 +70,13 @@ def run(
     moved = problem.replace(**{name: a.view for name, a in inputs.items()})
     n_tiles, vector = -(-problem.seqlen_k // chosen.keys), structs.copy_bytes((problem.out, problem.dout)) == 16
     params = structs.pack_backward(
-        moved, {name: a.view for name, a in results.items()}, rows, n_tiles, max(1, min(2, problem.batch * problem.heads_kv)),
+        moved, gradients, rows, n_tiles, max(1, min(2, problem.batch * problem.heads_kv)),
         chosen.factor_left, {name: a.view.pointer for name, a in small.items()},
         {name: a.view.pointer for name, a in work.items()}, chosen.dq_columns,
     )
     launches = [(prepare_source(dtype, vector), problem.heads_q * places // 32, 256, 0)]
+    if (delta := chosen.delta) is not None:
+        launches += [(delta.source, delta.blocks(problem, rows), delta.threads, delta.shared_memory)]
     launches += [(chosen.source, problem.batch * problem.heads_kv * n_tiles, chosen.threads, chosen.shared_memory)]
     if (queries := chosen.queries) is not None:
         launches += [(queries.source, queries.blocks(problem, rows), queries.threads, queries.shared_memory)]
@@ -103,8 +115,9 @@ def check(made: emulate.Emulator, c: Case, dtype: np.dtype, info: DeviceInfo, de
     found = run(made, problem, info, "start" if len(c.name) % 2 else "end")
     found = problems.user_gradients(found, problem, options.get("layout", "BSHD"), np.ndim(call.args[0]))
     want = compare.expect_gradients(given.problems)
-    for name in ("dq", "dk", "dv"):
-        for part, exact in zip(gradient_parts(name, getattr(found, name), c), want.parts[name], strict=True):
+    for name in want.parts:
+        gradient = getattr(found, name) if name != "dbias" else found.dbias.astype(problem.bias.dtype)
+        for part, exact in zip(gradient_parts(name, gradient, c), want.parts[name], strict=True):
             compare.assert_close(part, exact, want.bounds[name], name)
 
 
@@ -152,6 +165,18 @@ CASES = (
     case("mask-few-visible", "1,70,40,2,1,64", mask(visible=0.03)),
     case("mask-causal-odd", "1,90,131,4,2,128", causal, mask("1 1 Sq Sk", 0.8)),
     case("mask-softcap-alibi-window", "1,100,136,2,1,96", fixed(softcap=3.0, window=(50, 5)), alibi(), mask(visible=0.8)),
+    case("bias", "2,70,160,4,2,64", bias()),
+    case("bias-causal-odd-128", "1,90,131,2,1,128", causal, bias(hidden=0.1)),
+    case("bias-float32-mask", "1,70,136,2,1,64", bias(dtype=F32, hidden=0.1), mask(visible=0.9)),
+    *(
+        case(f"bias-of-{axes.replace(' ', '-')}", "2,40,70,4,2,64", bias(axes), causal)
+        for axes in ("Hq Sq Sk", "1 1 Sk", "B 1 Sq Sk", "1 1 1 1")
+    ),
+    case("bias-softcap-alibi-window", "1,100,136,2,1,96", fixed(softcap=3.0, window=(50, 5)), alibi(), bias(dtype=F32)),
+    case("bias-strides", "1,40,130,2,1,64", bias(), strides="every_other"),
+    case("bias-few-visible", "1,70,40,2,1,64", bias(hidden=0.97)),
+    case("bias-lengths", "3,40,150,2,1,64", bias(), causal, kv_lengths=(150, 77, 0)),
+    case("bias-256", "1,40,70,2,1,256", bias()),
     case("mask-strides", "1,40,130,2,1,64", mask(visible=0.9), strides="every_other"),
 )
 RUNS = [(c, (F16, BF16)[n % 2], (A100, H200, RTX)[n // 2 % 3]) for n, c in enumerate(CASES)]
@@ -163,7 +188,10 @@ def test_gradients(emulator, case, dtype, info):
     check(emulator, case, dtype, info)
 
 
-FIXED_ORDER = [(c, t, i) for n, (c, t, i) in enumerate(RUNS) if n % 3 == 0 or len(c.options) > 1 or c.packed or c.kv_lengths]
+FIXED_ORDER = [
+    (c, t, i) for n, (c, t, i) in enumerate(RUNS)
+    if (n % 3 == 0 or len(c.options) > 1 or c.packed or c.kv_lengths) and not c.name.startswith("bias-of-")
+]
 
 
 @pytest.mark.parametrize(("case", "dtype", "info"), FIXED_ORDER, ids=[f"{c.name}-{SHORT[t]}-{i.name}" for c, t, i in FIXED_ORDER])
@@ -176,9 +204,8 @@ def test_gradients_in_a_fixed_order(emulator, case, dtype, info):
 
 def tile_runs() -> Iterator[tuple[Case, np.dtype, DeviceInfo, bool]]:
     """Each tile: two blocks of keys, the second with few, and two steps of queries and a few more; every other one with padded columns."""
-    seen = set()
-    for family, info in OF_FAMILY.items():
-        kinds = ("full", ()), ("softcap", (fixed(softcap=3.0),)), ("mask", (mask(),))
+    seen, kinds = set(), (("full", ()), ("softcap", (fixed(softcap=3.0),)), ("mask", (mask(),)))
+    for info in FAMILIES:
         for d, (kind, options) in itertools.product(tiles.HEAD_CLASSES, kinds):
             tile = tiles_backward.backward_fa2(d, d, kind != "full", kind == "mask", info)
             key = d, tile._replace(resident=0), kind, info is T4
@@ -318,10 +345,12 @@ def test_twice_the_same(emulator):
     compare.assert_close(first.dq, exact, 2 * compare.eps(BF16) * np.abs(exact).max(), "dq")
 
 
-@pytest.mark.parametrize(("options", "word"), [({"sinks": [0.5]}, "sinks"), ({"bias": np.zeros((5, 5), F16)}, "bias")])
+@pytest.mark.parametrize(
+    ("options", "word"), [({"sinks": [0.5]}, "sinks"), ({"bias": np.zeros((1, 5), F16), "deterministic": True}, "no fixed order")]
+)
 def test_what_it_leaves_to_others(options, word):
     q, k, v, dout = operands((1, 5, 5, 1), F16)
-    out, lse = forward(q, k, v, **options)
+    out, lse = forward(q, k, v)
     assert word in cuda_backward_fa2.decline(problems.build_backward(dout, q, k, v, out, lse, **options))
     assert "float32" in cuda_backward_fa2.decline(
         problems.build_backward(*(a.astype(np.float32) for a in (dout, q, k, v, out)), lse)

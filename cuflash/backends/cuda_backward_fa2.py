@@ -11,8 +11,8 @@ from .. import jit, structs, tiles, tiles_backward
 from ..device import DeviceInfo
 from ..types import UNBOUNDED, Problem, name_of
 from .cuda_instance import (
-    CUDA_TYPES, MASK_ARRAY, MASK_LEFT, MASK_LENGTH, MASK_RIGHT, SCORE_ALIBI, SCORE_PLAIN, SCORE_SCALED, SCORE_SOFTCAP, SHORT_TYPES,
-    PrefillInstance,
+    CUDA_TYPES, MASK_ARRAY, MASK_LEFT, MASK_LENGTH, MASK_RIGHT, SCORE_ALIBI, SCORE_BIAS, SCORE_BIAS32, SCORE_PLAIN, SCORE_SCALED,
+    SCORE_SOFTCAP, SHORT_TYPES, PrefillInstance,
 )
 
 TYPES = ("float16", "bfloat16")
@@ -22,6 +22,8 @@ CONVERT_ROWS, CONVERT_THREADS = 32, 256  # as backward_convert_rows.cu has them
 @dataclass(frozen=True)
 class QueriesInstance(PrefillInstance):
     """What is fixed when backward_fa2_dq is compiled."""
+
+    finds_delta: bool = False  # it replaces row_delta by more precise numbers, before the products; else it computes dq after them
 
     KERNEL, TILES, PARAMS = "backward_fa2_dq", "tiles_backward.py", "BackwardParams"
 
@@ -36,12 +38,13 @@ class QueriesInstance(PrefillInstance):
     @property
     def tile_words(self) -> list[str]:
         t = self.tile
-        return [f"m{t.m}n{t.n}w{t.warps}s{t.stages}"]
+        return [f"m{t.m}n{t.n}w{t.warps}s{t.stages}", *["delta"] * self.finds_delta]
 
     @property
     def arguments(self) -> list[Any]:
         t = self.tile
-        return [CUDA_TYPES[self.dtype], self.d, self.dv, t.m, t.n, t.warps, t.stages, self.load, self.mask, self.score]
+        numbers = [self.d, self.dv, t.m, t.n, t.warps, t.stages, self.load, self.mask, self.score]
+        return [CUDA_TYPES[self.dtype], *numbers, self.finds_delta]
 
     def blocks(self, problem: Problem, tile_rows: int) -> int:
         """Of the grid, where tiles between the launches have so many rows."""
@@ -54,7 +57,8 @@ class Instance(PrefillInstance):
     """What is fixed when backward_fa2 is compiled."""
 
     deterministic: bool = False
-    queries: QueriesInstance | None = None  # the other kernel, to which it then leaves dQ
+    delta: QueriesInstance | None = None  # a kernel that comes before it, where results show more digits of delta than O has
+    queries: QueriesInstance | None = None  # the one to which it leaves dQ, if deterministic
 
     KERNEL, TILES, PARAMS = "backward_fa2", "tiles_backward.py", "BackwardParams"
 
@@ -100,8 +104,8 @@ def decline(problem: Problem) -> str | None:
         return f"{dtype} arrays; it multiplies 16-bit numbers"
     if problem.sinks is not None:
         return "sinks: their gradient needs more digits of delta than O has in 16 bits; backend='numba-cuda' finds them anew"
-    if problem.bias is not None:
-        return "bias: it does not compute its gradient; backend='numba-cuda' does"
+    if problem.deterministic and _bias_is_broadcast(problem):
+        return "deterministic=True with a broadcast bias: its gradient is added up in no fixed order"
     if problem.paged:
         return "page_table: it writes gradients of keys and values that lie in one piece; backend='numba-cuda' takes pages"
     if problem.dout is not None and problem.dout.dtype != problem.q.dtype:
@@ -110,6 +114,13 @@ def decline(problem: Problem) -> str | None:
     if not all(1 <= size <= tiles.LARGEST_HEAD for size in sizes):
         return f"head sizes {sizes[0]} and {sizes[1]}; it takes 1 to {tiles.LARGEST_HEAD}"
     return None
+
+
+def _bias_is_broadcast(problem: Problem) -> bool:
+    """Whether several logits share an element of the bias, so that its gradient there is a sum."""
+    if problem.bias is None or problem.bias_shape is None:
+        return False
+    return (1,) * (4 - len(problem.bias_shape)) + tuple(problem.bias_shape) != problem.bias.shape
 
 
 def instance(problem: Problem, info: DeviceInfo) -> Instance | None:
@@ -121,30 +132,36 @@ def instance(problem: Problem, info: DeviceInfo) -> Instance | None:
     arrays = (problem.q, problem.k, problem.v, problem.dout)
     load = structs.copy_bytes(tuple(a for a in arrays if a is not None))
     d, dv = tiles.head_class(problem.head_dim), tiles.head_class(problem.head_dim_v)
-    return make(name_of(problem.q.dtype), d, dv, info, mask, score_kind(problem), load, problem.deterministic)
+    score = score_kind(problem)
+    precise = bool(score & SCORE_BIAS32) or _bias_is_broadcast(problem)  # sums over keys cancel but for errors of delta
+    return make(name_of(problem.q.dtype), d, dv, info, mask, score, load, problem.deterministic, precise)
 
 
 def make(
     dtype: str, d: int, dv: int, info: DeviceInfo, mask: int = MASK_LENGTH, score: int = SCORE_PLAIN, load: int = 16,
-    deterministic: bool = False,
+    deterministic: bool = False, precise: bool = False,
 ) -> Instance | None:
-    """The instance for padded head sizes, or None if no tile fits the GPU."""
+    """The instance for padded head sizes, or None if no tile fits the GPU. ``precise``: with the kernel that finds delta."""
     lean = score != SCORE_PLAIN or load < 16 or deterministic
-    tile = tiles_backward.backward_fa2(d, dv, lean, bool(mask & MASK_ARRAY), info)
+    arrays = bool(mask & MASK_ARRAY or score & (SCORE_BIAS | SCORE_BIAS32))
+    tile = tiles_backward.backward_fa2(d, dv, lean, arrays, info)
     if tile is None:
         return None
-    queries = None
-    if deterministic:
-        own = tiles_backward.backward_fa2_dq(d, dv, info)
-        if own is None:
-            return None
-        queries = QueriesInstance(dtype, dtype, d, dv, own, mask, score, load)
-    return Instance(dtype, dtype, d, dv, tile, mask, score, load, deterministic, queries)
+    others: list[QueriesInstance | None] = [None, None]
+    for n, wanted in enumerate((precise, deterministic)):
+        if wanted:
+            own = tiles_backward.backward_fa2_dq(d, dv, info)
+            if own is None:
+                return None
+            others[n] = QueriesInstance(dtype, dtype, d, dv, own, mask, score, load, n == 0)
+    return Instance(dtype, dtype, d, dv, tile, mask, score, load, deterministic, *others)
 
 
 def score_kind(problem: Problem) -> int:
     """SCORE_PLAIN where the scale can be folded into the exponential, else what the logits need."""
     kind = (SCORE_SOFTCAP if problem.softcap else 0) | (SCORE_ALIBI if problem.alibi_slopes is not None else 0)
+    if problem.bias is not None:
+        kind |= SCORE_BIAS if problem.bias.dtype == problem.q.dtype else SCORE_BIAS32
     foldable = 1e-30 < float(problem.scale) * structs.LOG2E < 1e30  # type: ignore[arg-type]
     return kind if kind or foldable else SCORE_SCALED
 
@@ -164,8 +181,8 @@ def convert_source(dtype: str, vector: bool) -> jit.Source:
 
 
 def sources(chosen: Instance) -> tuple[jit.Source, ...]:
-    """The kernels of an instance."""
-    return (chosen.source,) if chosen.queries is None else (chosen.source, chosen.queries.source)
+    """The kernels of an instance, in the order of their launches."""
+    return tuple(kernel.source for kernel in (chosen.delta, chosen, chosen.queries) if kernel is not None)
 
 
 @functools.cache
@@ -186,4 +203,5 @@ def _common(info: DeviceInfo) -> Iterator[Instance]:
         rarer += [make("float16", d, d, info, mask, deterministic=True) for mask in (MASK_LENGTH, MASK_RIGHT)]
         rarer += [make("float16", d, d, info, MASK_RIGHT, load=load) for load in (8, 4, 2)]
         rarer += [make("float16", d, d, info, MASK_RIGHT, score) for score in (SCORE_SCALED, SCORE_SOFTCAP, SCORE_ALIBI)]
+        rarer += [make("float16", d, d, info, MASK_LENGTH, score, precise=True) for score in (SCORE_BIAS, SCORE_BIAS32)]
         yield from (made for made in rarer if made is not None)

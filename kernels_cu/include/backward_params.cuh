@@ -12,7 +12,9 @@ struct BackwardParams {
     float* row_lse;         // (heads_q, places): the log-sum-exp in log2 units; +inf where there is no row, or one that sees nothing
     float* row_delta;       // (heads_q, places): rowsum(dO * O) - dLSE; 0 there
     float* dq_sum;          // (heads_q, places / tile_rows, numbers of a tile in the order of its kernel): added up by blocks of keys
+    float* dbias;           // as the bias, with its strides of 0 where several logits share an element: added up, so 0 before; or null
     Strides dout_stride, dlse_stride, dq_stride, dk_stride, dv_stride;
+    Strides dbias_stride;   // row: of queries, column: of keys
     i64 places;             // of all rows of a head
     i32 tile_rows;          // queries of a step
     i32 n_tiles;            // tiles of keys of the longest sequence

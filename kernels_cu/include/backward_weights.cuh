@@ -18,7 +18,8 @@ template <class C> struct BackwardWeights {
 
     // Read what mask and bias have for the warp's rows, from the lane's first one on, and keys.
     __device__ __forceinline__ void fetch(
-        const PrefillParams& p, const Sequence& seq, int batch, int head, int row, int key, int lane_key) {
+        const PrefillParams& p, const Sequence& seq, int batch, int head, int row, int key, int lane_key
+    ) {
         if constexpr (MASK_BYTES != 0) {
             const int first = p.mask_tail ? seq.kv_length - p.mask_columns : 0;  // the key of the mask's first column
             const Matrix<MASK_BYTES> mask(p.mask, p.mask_stride, batch, head, p.matrix_rows, p.mask_columns, p.mask_vector);
@@ -68,15 +69,48 @@ template <class C> struct BackwardWeights {
                 }
     }
 
-    // Weights times the slopes of the softcap: once weights themselves are stored.
-    __device__ __forceinline__ void cap() {
-        if constexpr (CAPPED) {
+    // To the sums of weights times their gradients, of the lane's rows. A weight of 0 adds nothing, whatever its gradient is.
+    __device__ __forceinline__ void add_products(float (&sum)[2 * MT]) const {
 #pragma unroll
-            for (int mt = 0; mt < MT; ++mt)
+        for (int mt = 0; mt < MT; ++mt)
+#pragma unroll
+            for (int nt = 0; nt < NT; ++nt)
+#pragma unroll
+                for (int c = 0; c < 4; ++c) {
+                    float& x = sum[2 * mt + c / 2];
+                    if (S_rmem[mt][nt][c] != 0.0f) x = fmaf(S_rmem[mt][nt][c], dP_rmem[mt][nt][c], x);
+                }
+    }
+
+    // Weights, once they are stored, or gradients, once those of the bias are, times the slopes of the softcap.
+    __device__ __forceinline__ void cap_weights() {
+        if constexpr (CAPPED && BIAS_BYTES == 0) times_slopes(S_rmem);
+    }
+
+    __device__ __forceinline__ void cap_gradients() {
+        if constexpr (CAPPED && BIAS_BYTES != 0) times_slopes(dP_rmem);
+    }
+
+    // Gradients of the bias, in rows before end_row and of keys before end_key. `row` and `key`: the lane's first ones.
+    __device__ __forceinline__ void add_dbias(
+        const BackwardParams& p, int batch, int head, int row, int end_row, int key, int end_key
+    ) const {
+        if constexpr (BIAS_BYTES != 0) {
+            const Strides& stride = p.dbias_stride;
+            float* head_gmem = p.dbias + batch * stride.batch + head * stride.head + key * stride.column;
+#pragma unroll
+            for (int r = 0; r < 2 * MT; ++r) {
+                if (row + 8 * r >= end_row) continue;
+                float* row_gmem = head_gmem + (row + 8 * r) * stride.row;
 #pragma unroll
                 for (int nt = 0; nt < NT; ++nt)
 #pragma unroll
-                    for (int c = 0; c < 4; ++c) S_rmem[mt][nt][c] *= slope_rmem[mt][nt][c];
+                    for (int c = 0; c < 2; ++c) {
+                        const float x = dP_rmem[r / 2][nt][r % 2 * 2 + c];
+                        const int on = C::Order::key(nt, c);
+                        if (key + on < end_key && x != 0.0f) add_gmem(row_gmem + on * stride.column, x);
+                    }
+            }
         }
     }
 
@@ -99,5 +133,15 @@ template <class C> struct BackwardWeights {
 #pragma unroll
                 for (int c = 0; c < 4; ++c)
                     if (S_rmem[mt][nt][c] == 0.0f) dP_rmem[mt][nt][c] = 0.0f;
+    }
+
+  private:
+    __device__ __forceinline__ void times_slopes(float (&x)[MT][NT][4]) const {
+#pragma unroll
+        for (int mt = 0; mt < MT; ++mt)
+#pragma unroll
+            for (int nt = 0; nt < NT; ++nt)
+#pragma unroll
+                for (int c = 0; c < 4; ++c) x[mt][nt][c] *= slope_rmem[mt][nt][c];
     }
 };

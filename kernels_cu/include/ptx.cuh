@@ -103,13 +103,16 @@ __device__ __forceinline__ float4 load_gmem_l2(const float4* gmem) {
     return x;
 }
 
-// x and y to two neighbours, which other blocks add to as well; the place is of 8 bytes.
+// A number to what other blocks add to as well; and x and y to two neighbours, whose place is a multiple of 8 bytes.
+__device__ __forceinline__ void add_gmem(float* gmem, float x) {
+    asm volatile("red.global.add.f32 [%0], %1;" ::"l"(gmem), "f"(x) : "memory");
+}
+
 __device__ __forceinline__ void add_gmem(float* gmem, float x, float y) {
 #if CUFLASH_ARCH >= 900
     asm volatile("red.global.add.v2.f32 [%0], {%1, %2};" ::"l"(gmem), "f"(x), "f"(y) : "memory");
 #else
-    asm volatile("red.global.add.f32 [%0], %1;" ::"l"(gmem), "f"(x) : "memory");
-    asm volatile("red.global.add.f32 [%0], %1;" ::"l"(gmem + 1), "f"(y) : "memory");
+    add_gmem(gmem, x), add_gmem(gmem + 1, y);
 #endif
 }
 
