@@ -14,7 +14,7 @@ from cuflash import arrays, device, jit, reference, structs, tiles, tiles_backwa
 from cuflash import problem as problems
 from cuflash.backends import cuda_backward_fa2
 from cuflash.device import DeviceInfo
-from cuflash.types import Gradients, Problem
+from cuflash.types import ArrayView, Gradients, Problem
 from emulator import emulate
 from emulator.guarded import Guarded
 from test_gradients import differentiate, gradient_parts
