@@ -72,7 +72,7 @@ PART_PARAMS = np.dtype(  # of fp_work.cuh
 BACKWARD_PARAMS = np.dtype(  # of backward_params.cuh
     [
         ("prefill", PREFILL_PARAMS),
-        *((name, np.uint64) for name in ("dout", "dlse", "dq", "dk", "dv", "row_lse", "row_delta", "dq_sum", "dbias")),
+        *((name, np.uint64) for name in ("dout", "dlse", "dq", "dk", "dv", "row_lse", "row_delta", "dq_sum", "dbias", "dsinks")),
         *((f"{name}_stride", STRIDES) for name in ("dout", "dlse", "dq", "dk", "dv", "dbias")),
         ("places", np.int64), *((name, np.int32) for name in ("tile_rows", "n_tiles", "dq_columns")), ("scale", np.float32),
     ],
@@ -354,7 +354,8 @@ def pack_backward(
     problem : Problem
         With ``out``, ``lse`` and ``dout``.
     gradients : mapping
-        dq, dk and dv, which are written; with a bias, dbias of float32 and broadcast as the bias is, which is added to.
+        dq, dk and dv, which are written; with a bias, dbias of float32 and broadcast as the bias is, which is added to; with sinks,
+        dsinks of float32.
     tile_rows, n_tiles, section, dq_columns : int
         Queries of a step, tiles of keys of the longest sequence, (batch, key head) pairs whose tiles are handed out together, columns of
         dq_sum.
@@ -368,8 +369,9 @@ def pack_backward(
     p["prefill"] = pack_prefill(problem, tile_rows, section, factor_left, dict(pointers))
     arrays = {"dout": problem.dout, **gradients}
     for name, a in arrays.items():
-        axes = "bhrc" if name == "dbias" else "brhc" if len(a.shape) == 4 else "rhc"
-        r[name], r[f"{name}_stride"] = a.pointer, element_strides(a, axes)
+        r[name] = a.pointer
+        if name != "dsinks":
+            r[f"{name}_stride"] = element_strides(a, "bhrc" if name == "dbias" else "brhc" if len(a.shape) == 4 else "rhc")
     if problem.dlse is not None:
         r["dlse"] = problem.dlse.pointer
         r["dlse_stride"] = element_strides(problem.dlse, "bhr" if len(problem.dlse.shape) == 3 else "hr")

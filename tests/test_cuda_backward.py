@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from types import SimpleNamespace
 
 import numpy as np
@@ -112,6 +113,38 @@ def test_launches_of_fa2(launches):
     assert products.params["dq"] == found.dq.data.ptr
 
 
+def cupy_with(monkeypatch):
+    """CuPy as far as gradients of a bias and of sinks need it."""
+    functions = {
+        "zeros": lambda shape, dtype: FakeArray((), host=np.zeros(shape, dtype)),
+        "broadcast_to": lambda a, shape: a._view(np.broadcast_to(a.host, shape)),
+    }
+    for name, function in functions.items():
+        monkeypatch.setattr(sys.modules["cupy"], name, function, raising=False)
+    monkeypatch.setattr(FakeArray, "sum", lambda a, axis, dtype: a._view(a.host.sum(axis=axis, dtype=dtype)), raising=False)
+    monkeypatch.setattr(FakeArray, "astype", lambda a, dtype: a._view(a.host.astype(dtype)), raising=False)
+
+
+def test_launches_of_fa2_in_a_fixed_order(launches):
+    """dQ by tiles of queries, without sums between the launches; auto takes it where fa3 has no order."""
+    found = cuflash.attention_backward(*there(made(rows=300, keys=200)), deterministic=True, backend="cuda")
+    assert [x.name.split("_fp16")[0] for x in launches] == ["backward_prepare", "backward_fa2", "backward_fa2_dq"]
+    assert "without_dq" in launches[1].name and all(x.params["dq_columns"] == 0 for x in launches)
+    assert launches[2].grid == 2 * 2 * 3 and launches[2].params["dq"] == found.dq.data.ptr  # 320 places by tiles of 128 queries
+
+
+def test_launches_of_fa2_with_a_bias_and_sinks(launches, monkeypatch):
+    """A kernel that finds delta comes first; the gradient of the bias is broadcast as the bias is, and has its shape and dtype."""
+    cupy_with(monkeypatch)
+    bias = FakeArray((), host=np.zeros((2, 1, 200), F16))
+    found = cuflash.attention_backward(*there(made(rows=300, keys=200)), bias=bias, sinks=np.zeros(2), backend="cuda")
+    names = ["backward_prepare_fp16", "backward_fa2_dq_fp16", "backward_sinks", "backward_fa2_fp16", "backward_convert_rows"]
+    assert all(x.name.startswith(name) for x, name in zip(launches, names, strict=True)) and "delta" in launches[1].name
+    assert launches[2].grid == 2 and launches[2].params["dsinks"] == found.dsinks.data.ptr
+    assert found.dbias.shape == bias.shape and found.dbias.dtype == F16 and found.dsinks.dtype == F32
+    assert tuple(launches[3].params["dbias_stride"]) == (0, 0, 200, 1)  # of entries, rows, heads and columns
+
+
 def test_blocks_are_persistent_where_tiles_are_of_one_length(launches):
     for options, blocks in (({}, 132), ({"causal": True}, 2 * 2 * 40)):
         cuflash.attention_backward(*there(made(rows=70, keys=5120, heads=2)), kernel="fa3", backend="cuda", **options)
@@ -129,11 +162,7 @@ def test_rows_of_no_sequence_are_0(launches):
 
 def test_launches_in_float32(launches, monkeypatch):
     """Rows, then keys; shares of the sinks' gradient are summed up by CuPy."""
-    import sys
-
-    monkeypatch.setattr(sys.modules["cupy"], "zeros", lambda shape, dtype: FakeArray((), host=np.zeros(shape, dtype)), raising=False)
-    monkeypatch.setattr(FakeArray, "sum", lambda a, axis, dtype: a._view(a.host.sum(axis=axis, dtype=dtype)), raising=False)
-    monkeypatch.setattr(FakeArray, "astype", lambda a, dtype: a._view(a.host.astype(dtype)), raising=False)
+    cupy_with(monkeypatch)
     given = there(made(rows=30, keys=20, d=40, dtype=F32))
     bias = FakeArray((), host=np.zeros((2, 2, 30, 20), F32))
     found = cuflash.attention_backward(*given, bias=bias, sinks=np.zeros(2), deterministic=True, kernel="fa2", backend="cuda")

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import compare
 import numpy as np
 import pytest
-from case import BF16, F16, F32, Case, Packed, alibi, bias, case, causal, fixed, mask, upper_left
+from case import BF16, F16, F32, Case, Packed, alibi, bias, case, causal, fixed, mask, sinks, upper_left
 from cuflash import arrays, device, jit, reference, structs, tiles, tiles_backward
 from cuflash import problem as problems
 from cuflash.backends import cuda_backward_fa2
@@ -57,6 +57,8 @@ def run(
             found[name][int(cu[-1]) if isinstance(cu, np.ndarray) else 0 :] = 0
     if problem.bias is not None:
         found["dbias"] = np.zeros(problem.bias_shape, np.float32)
+    if problem.sinks is not None:
+        found["dsinks"] = np.full(problem.heads_q, np.nan, np.float32)
     results = {name: Guarded(arrays.view(a, name), side, writable=True) for name, a in found.items()}
     gradients = {name: a.view for name, a in results.items()}
     if problem.bias is not None:
@@ -75,14 +77,8 @@ def run(
         {name: a.view.pointer for name, a in work.items()}, chosen.dq_columns,
     )
     launches = [(prepare_source(dtype, vector), problem.heads_q * places // 32, 256, 0)]
-    if (delta := chosen.delta) is not None:
-        launches += [(delta.source, delta.blocks(problem, rows), delta.threads, delta.shared_memory)]
-    launches += [(chosen.source, problem.batch * problem.heads_kv * n_tiles, chosen.threads, chosen.shared_memory)]
-    if (queries := chosen.queries) is not None:
-        launches += [(queries.source, queries.blocks(problem, rows), queries.threads, queries.shared_memory)]
-    else:
-        aligned = structs.copy_bytes((results["dq"].view,)) == 16
-        launches += [(cuda_backward_fa2.convert_source(dtype, aligned), problem.heads_q * places // 32, 256, 0)]
+    aligned = structs.copy_bytes((results["dq"].view,)) == 16
+    launches += cuda_backward_fa2.launches(problem, chosen, problem.batch * problem.heads_kv * n_tiles, aligned)
     for source, grid, threads, shared in launches:
         try:
             library = made.prepare_source(source, "BackwardParams", arch).result()
@@ -117,7 +113,8 @@ def check(made: emulate.Emulator, c: Case, dtype: np.dtype, info: DeviceInfo, de
     want = compare.expect_gradients(given.problems)
     for name in want.parts:
         gradient = getattr(found, name) if name != "dbias" else found.dbias.astype(problem.bias.dtype)
-        for part, exact in zip(gradient_parts(name, gradient, c), want.parts[name], strict=True):
+        exact_parts = [np.sum(want.parts[name], axis=0)] if name == "dsinks" else want.parts[name]  # one for all sequences
+        for part, exact in zip(gradient_parts(name, gradient, c), exact_parts, strict=True):
             compare.assert_close(part, exact, want.bounds[name], name)
 
 
@@ -178,6 +175,12 @@ CASES = (
     case("bias-lengths", "3,40,150,2,1,64", bias(), causal, kv_lengths=(150, 77, 0)),
     case("bias-256", "1,40,70,2,1,256", bias()),
     case("mask-strides", "1,40,130,2,1,64", mask(visible=0.9), strides="every_other"),
+    case("sinks", "2,70,150,4,2,64", sinks, causal),
+    case("sinks-more-rows", "1,300,70,3,3,64", sinks, causal),
+    case("sinks-few-visible", "2,70,40,2,1,128", sinks, mask(visible=0.03)),
+    case("sinks-bias-softcap-alibi", "1,40,70,2,1,64", sinks, bias(hidden=0.1), fixed(softcap=3.0), alibi()),
+    case("sinks-lengths", "3,90,200,2,1,64", sinks, kv_lengths=(200, 77, 0), kv_start=(3, 0, 0)),
+    case("sinks-packed", "4,100,150,4,2,128", sinks, causal, packed=Packed((3, 0, 100, 5), (70, 2, 150, 0), slack=(6, 4))),
 )
 RUNS = [(c, (F16, BF16)[n % 2], (A100, H200, RTX)[n // 2 % 3]) for n, c in enumerate(CASES)]
 RUNS += [(c, F16, T4) for c in CASES[::3]]
@@ -345,13 +348,11 @@ def test_twice_the_same(emulator):
     compare.assert_close(first.dq, exact, 2 * compare.eps(BF16) * np.abs(exact).max(), "dq")
 
 
-@pytest.mark.parametrize(
-    ("options", "word"), [({"sinks": [0.5]}, "sinks"), ({"bias": np.zeros((1, 5), F16), "deterministic": True}, "no fixed order")]
-)
-def test_what_it_leaves_to_others(options, word):
+def test_what_it_leaves_to_others():
     q, k, v, dout = operands((1, 5, 5, 1), F16)
     out, lse = forward(q, k, v)
-    assert word in cuda_backward_fa2.decline(problems.build_backward(dout, q, k, v, out, lse, **options))
+    broadcast_bias = {"bias": np.zeros((1, 5), F16), "deterministic": True}
+    assert "no fixed order" in cuda_backward_fa2.decline(problems.build_backward(dout, q, k, v, out, lse, **broadcast_bias))
     assert "float32" in cuda_backward_fa2.decline(
         problems.build_backward(*(a.astype(np.float32) for a in (dout, q, k, v, out)), lse)
     )

@@ -1,7 +1,7 @@
 """The backward pass of the raw CUDA backend: memory, and the launches one after the other.
 
 16-bit arrays: the rows' statistics first (backward_prepare.cu), then the products by tiles of keys, which add up dQ in float32, then dQ in
-its dtype. float32 and float64 (cuda_backward_fp.py): a kernel of rows, then one of keys.
+its dtype; where that order must be fixed, dQ by tiles of queries (backward_fa2_dq.cu). float32 and float64 (cuda_backward_fp.py): a kernel of rows, then one of keys.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Instance = cuda_backward_fa3.Instance | cuda_backward_fa2.Instance
 def work_sizes(problem: Problem, chosen: Instance) -> dict[str, int]:
     """Numbers of float32 that the launches hand to each other."""
     rows = problem.heads_q * structs.places(problem, chosen.tile_rows)
-    return {"row_lse": rows, "row_delta": rows, "dq_sum": rows * chosen.d}
+    return {"row_lse": rows, "row_delta": rows, "dq_sum": rows * chosen.dq_columns}
 
 
 def section(problem: Problem, info: DeviceInfo) -> int:
@@ -56,7 +56,7 @@ def pack(
     """The struct of all launches but that of backward_fa3.cu, which has it as its first member."""
     rows, tiles = chosen.tile_rows, n_tiles(problem, chosen)
     return structs.pack_backward(
-        problem, gradients, rows, tiles, section(problem, info), chosen.factor_left, pointers, work, chosen.d,
+        problem, gradients, rows, tiles, section(problem, info), chosen.factor_left, pointers, work, chosen.dq_columns,
     )
 
 
@@ -68,19 +68,18 @@ def kernels(
     vector = structs.copy_bytes((problem.out, problem.dout)) == 16
     prepare = prepare_source(name_of(problem.out.dtype), name_of(problem.dout.dtype), lanes(problem.head_dim_v), vector)
     blocks = problem.batch * problem.heads_kv * n_tiles(problem, chosen)
+    first = (prepare, "BackwardParams", rows // PREPARE_ROWS, PREPARE_THREADS, 0)
     if isinstance(chosen, cuda_backward_fa2.Instance):
-        convert = cuda_backward_fa2.convert_source(chosen.dtype, structs.copy_bytes((dq,)) == 16)
-        converting = rows // cuda_backward_fa2.CONVERT_ROWS
-    else:
-        convert = convert_source(chosen.dtype, chosen.tile_rows, chosen.d)
-        converting = max(2, chosen.d // 64) * rows // chosen.tile_rows
-        # Of equal length, or of little work beside what a block's start takes.
-        if chosen.mask == MASK_LENGTH or n_tiles(problem, chosen) <= FEW_TILES:
-            blocks = min(blocks, info.multiprocessors)
+        others = cuda_backward_fa2.launches(problem, chosen, blocks, structs.copy_bytes((dq,)) == 16)
+        return [first, *((source, "BackwardParams", *numbers) for source, *numbers in others)]
+    # Of equal length, or of little work beside what a block's start takes.
+    if chosen.mask == MASK_LENGTH or n_tiles(problem, chosen) <= FEW_TILES:
+        blocks = min(blocks, info.multiprocessors)
+    converting = max(2, chosen.d // 64) * rows // chosen.tile_rows
     return [
-        (prepare, "BackwardParams", rows // PREPARE_ROWS, PREPARE_THREADS, 0),
+        first,
         (chosen.source, chosen.PARAMS, blocks, chosen.tile.threads, chosen.shared_memory),
-        (convert, "BackwardParams", converting, CONVERT_THREADS, 0),
+        (convert_source(chosen.dtype, chosen.tile_rows, chosen.d), "BackwardParams", converting, CONVERT_THREADS, 0),
     ]
 
 
@@ -117,11 +116,11 @@ def instances(info: DeviceInfo) -> Iterator[jit.Source]:
     """The common kernels for a GPU."""
     found: dict[jit.Source, None] = {}
     for chosen in (*cuda_backward_fa3.common(info), *cuda_backward_fa2.common(info)):
-        found[chosen.source] = found[prepare_source(chosen.dtype, chosen.dtype, lanes(chosen.dv), True)] = None
+        found[prepare_source(chosen.dtype, chosen.dtype, lanes(chosen.dv), True)] = None
         if isinstance(chosen, cuda_backward_fa2.Instance):
-            found[cuda_backward_fa2.convert_source(chosen.dtype, True)] = None
+            found |= dict.fromkeys(cuda_backward_fa2.sources(chosen))
         else:
-            found[convert_source(chosen.dtype, chosen.tile_rows, chosen.d)] = None
+            found[chosen.source] = found[convert_source(chosen.dtype, chosen.tile_rows, chosen.d)] = None
     yield from found
     for reals in cuda_backward_fp.common(info):
         yield from (reals.source_of_rows, reals.source_of_keys)
@@ -135,6 +134,8 @@ def copies_dout(problem: Problem, chosen: Instance) -> bool:
 def workspace(problem: Problem, chosen: Instance) -> int:
     """Bytes beyond inputs and gradients."""
     copied = problem.q.dtype.itemsize * math.prod(problem.out_shape) if copies_dout(problem, chosen) else 0
+    if problem.bias is not None and problem.bias.dtype != np.float32:
+        copied += 4 * math.prod(problem.bias_shape)  # its gradient is added up in float32
     return 4 * sum(work_sizes(problem, chosen).values()) + copied
 
 
@@ -146,8 +147,8 @@ def decline(problem: Problem, kernel: str) -> str | None:
         return cuda_backward_fp.decline(problem)
     if (reason := KERNELS[kernel].decline(problem)) is not None:
         return reason
-    if problem.deterministic:
-        return "deterministic: it adds up dQ in no fixed order; backend='numba-cuda' has an order"
+    if problem.deterministic and kernel == "fa3":
+        return "deterministic: it adds up dQ in no fixed order; kernel='fa2' has one"
     most = max(problem.heads_q * structs.places(problem, 1), problem.batch * problem.heads_kv * -(-problem.seqlen_k // LEAST_KEYS))
     return f"{most:,} rows of queries or tiles of keys, of all heads; it has numbers for {LARGEST_GRID:,}" if most > LARGEST_GRID else None
 
@@ -204,6 +205,12 @@ def run(plan: Plan, problem: Problem, pointers: Mapping[str, int]) -> Gradients:
         problem = problem.replace(dout=_view(cupy.ascontiguousarray(problem.dout.array), place))
     found = {f"d{name}": _like(getattr(problem, name)) for name in "qkv"}
     views = {name: _view(a, place) for name, a in found.items()}
+    if problem.bias is not None:
+        found["dbias"] = cupy.zeros(problem.bias_shape, np.float32)  # added up
+        views["dbias"] = _view(cupy.broadcast_to(found["dbias"], problem.bias.shape), place)
+    if problem.sinks is not None:
+        found["dsinks"] = cupy.empty(problem.heads_q, np.float32)
+        views["dsinks"] = _view(found["dsinks"], place)
     steps = [  # before anything is written: what is not compiled yet fails in a stream capture
         (launch.Step(jit.function(source, place, shared), grid, threads, shared), kind)
         for source, kind, grid, threads, shared in kernels(problem, chosen, views["dq"], info)
@@ -217,6 +224,8 @@ def run(plan: Plan, problem: Problem, pointers: Mapping[str, int]) -> Gradients:
         stream = launch.stream_pointer(None)
         for step, kind in steps:
             launch.launch(step, params if kind == "BackwardParams" else whole, stream)
+    if problem.bias is not None and problem.bias.dtype != np.float32:
+        found["dbias"] = found["dbias"].astype(problem.bias.dtype)
     return Gradients(**found)
 
 

@@ -17,6 +17,7 @@ from .cuda_instance import (
 
 TYPES = ("float16", "bfloat16")
 CONVERT_ROWS, CONVERT_THREADS = 32, 256  # as backward_convert_rows.cu has them
+SINKS_THREADS = 256  # as backward_sinks.cu has them
 
 
 @dataclass(frozen=True)
@@ -102,8 +103,6 @@ def decline(problem: Problem) -> str | None:
     dtype = name_of(problem.q.dtype)
     if dtype not in TYPES:
         return f"{dtype} arrays; it multiplies 16-bit numbers"
-    if problem.sinks is not None:
-        return "sinks: their gradient needs more digits of delta than O has in 16 bits; backend='numba-cuda' finds them anew"
     if problem.deterministic and _bias_is_broadcast(problem):
         return "deterministic=True with a broadcast bias: its gradient is added up in no fixed order"
     if problem.paged:
@@ -133,7 +132,8 @@ def instance(problem: Problem, info: DeviceInfo) -> Instance | None:
     load = structs.copy_bytes(tuple(a for a in arrays if a is not None))
     d, dv = tiles.head_class(problem.head_dim), tiles.head_class(problem.head_dim_v)
     score = score_kind(problem)
-    precise = bool(score & SCORE_BIAS32) or _bias_is_broadcast(problem)  # sums over keys cancel but for errors of delta
+    # Sums over keys cancel but for errors of delta, and the gradient of a sink is a sum of deltas.
+    precise = bool(score & SCORE_BIAS32) or _bias_is_broadcast(problem) or problem.sinks is not None
     return make(name_of(problem.q.dtype), d, dv, info, mask, score, load, problem.deterministic, precise)
 
 
@@ -180,9 +180,46 @@ def convert_source(dtype: str, vector: bool) -> jit.Source:
     return jit.Source("backward_convert_rows.cu", stub, name)
 
 
-def sources(chosen: Instance) -> tuple[jit.Source, ...]:
-    """The kernels of an instance, in the order of their launches."""
-    return tuple(kernel.source for kernel in (chosen.delta, chosen, chosen.queries) if kernel is not None)
+def sinks_source() -> jit.Source:
+    """The kernel of the gradient of the sinks."""
+    stub = (
+        f'static_assert(sizeof(BackwardParams) == {structs.BACKWARD_PARAMS.itemsize}, "structs.py mirrors backward_params.cuh");\n'
+        f'static_assert(SINKS_THREADS == {SINKS_THREADS}, "as cuda_backward_fa2.py has it");\n'
+        'extern "C" __global__ void __launch_bounds__(SINKS_THREADS) backward_sinks_of_heads(const __grid_constant__ BackwardParams p) {\n'
+        "    backward_sinks(p);\n"
+        "}\n"
+    )
+    return jit.Source("backward_sinks.cu", stub, "backward_sinks_of_heads")
+
+
+def launches(problem: Problem, chosen: Instance, blocks: int, dq_vector: bool) -> list[tuple[jit.Source, int, int, int]]:
+    """What follows backward_prepare: source, blocks, threads, bytes of shared memory.
+
+    ``blocks``: of the kernel that has the tiles of keys. ``dq_vector``: rows of dq can be written 16 bytes at a time.
+    """
+    places = problem.heads_q * structs.places(problem, chosen.tile_rows)
+
+    def of_rows(kernel: QueriesInstance) -> tuple[jit.Source, int, int, int]:
+        return kernel.source, kernel.blocks(problem, chosen.tile_rows), kernel.threads, kernel.shared_memory
+
+    found = [of_rows(chosen.delta)] if chosen.delta is not None else []
+    if problem.sinks is not None:
+        found.append((sinks_source(), problem.heads_q, SINKS_THREADS, 0))
+    found.append((chosen.source, blocks, chosen.threads, chosen.shared_memory))
+    if chosen.queries is not None:
+        found.append(of_rows(chosen.queries))
+    else:
+        found.append((convert_source(chosen.dtype, dq_vector), places // CONVERT_ROWS, CONVERT_THREADS, 0))
+    return found
+
+
+def sources(chosen: Instance) -> Iterator[jit.Source]:
+    """What an instance launches."""
+    yield from (kernel.source for kernel in (chosen.delta, chosen, chosen.queries) if kernel is not None)
+    if chosen.delta is not None:
+        yield sinks_source()
+    if chosen.queries is None:
+        yield convert_source(chosen.dtype, True)
 
 
 @functools.cache

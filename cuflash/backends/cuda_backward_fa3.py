@@ -55,6 +55,11 @@ class Instance(PrefillInstance):
         return self.tile.m
 
     @property
+    def dq_columns(self) -> int:
+        """Of the sums for dQ between the launches."""
+        return self.d
+
+    @property
     def tile_words(self) -> list[str]:
         return [f"m{self.tile.m}n{self.tile.n}s{self.tile.stages}"]
 
@@ -76,9 +81,8 @@ def decline(problem: Problem) -> str | None:
     absent = {
         "softcap": problem.softcap, "bias": problem.bias is not None, "mask": problem.mask is not None,
         "alibi_slopes": problem.alibi_slopes is not None, "page_table": problem.paged,
+        "sinks": problem.sinks is not None,  # whose gradient needs more digits of delta than O has in 16 bits
     }
-    if problem.sinks is not None:
-        return "sinks: their gradient needs more digits of delta than O has in 16 bits; backend='numba-cuda' finds them anew"
     for name, asked in absent.items():
         if asked:
             return f"{name}: kernel='fa2' has it"

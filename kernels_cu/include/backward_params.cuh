@@ -13,6 +13,7 @@ struct BackwardParams {
     float* row_delta;       // (heads_q, places): rowsum(dO * O) - dLSE; 0 there
     float* dq_sum;          // (heads_q, places / tile_rows, numbers of a tile in the order of its kernel): added up by blocks of keys
     float* dbias;           // as the bias, with its strides of 0 where several logits share an element: added up, so 0 before; or null
+    float* dsinks;          // (heads_q), or null
     Strides dout_stride, dlse_stride, dq_stride, dk_stride, dv_stride;
     Strides dbias_stride;   // row: of queries, column: of keys
     i64 places;             // of all rows of a head
