@@ -72,9 +72,11 @@ PART_PARAMS = np.dtype(  # of fp_work.cuh
 BACKWARD_PARAMS = np.dtype(  # of backward_params.cuh
     [
         ("prefill", PREFILL_PARAMS),
-        *((name, np.uint64) for name in ("dout", "dlse", "dq", "dk", "dv", "row_lse", "row_delta", "dq_sum", "dbias", "dsinks")),
+        *((name, np.uint64) for name in ("dout", "dlse", "dq", "dk", "dv")),
+        *((name, np.uint64) for name in ("row_lse", "row_delta", "dq_sum", "dbias", "dsinks", "dq_turns")),
         *((f"{name}_stride", STRIDES) for name in ("dout", "dlse", "dq", "dk", "dv", "dbias")),
         ("places", np.int64), *((name, np.int32) for name in ("tile_rows", "n_tiles", "dq_columns")), ("scale", np.float32),
+        ("turn_keys", np.int32),
     ],
     align=True,
 )
@@ -345,7 +347,7 @@ def places(problem: Problem, tile_rows: int) -> int:
 
 def pack_backward(
     problem: Problem, gradients: Mapping[str, ArrayView], tile_rows: int, n_tiles: int, section: int, factor_left: bool,
-    pointers: Mapping[str, int], work: Mapping[str, int], dq_columns: int,
+    pointers: Mapping[str, int], work: Mapping[str, int], dq_columns: int, turn_keys: int = 0,
 ) -> np.ndarray:
     """The struct of the launches of a backward pass.
 
@@ -362,7 +364,9 @@ def pack_backward(
     factor_left : bool
         As for `pack_prefill`.
     pointers, work : mapping
-        Device addresses: as for `pack_prefill`, and of row_lse, row_delta and dq_sum.
+        Device addresses: as for `pack_prefill`, and of row_lse, row_delta and dq_sum; of dq_turns, if dQ is added up in a fixed order.
+    turn_keys : int
+        Keys of a tile, if there is an order.
     """
     p = np.zeros(1, BACKWARD_PARAMS)
     r = p[0]
@@ -378,5 +382,6 @@ def pack_backward(
     for name, pointer in work.items():
         r[name] = pointer
     r["places"], r["tile_rows"], r["n_tiles"], r["dq_columns"] = places(problem, tile_rows), tile_rows, n_tiles, dq_columns
+    r["turn_keys"] = turn_keys
     r["scale"] = float(problem.scale)  # type: ignore[arg-type]
     return p

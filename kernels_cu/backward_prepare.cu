@@ -22,6 +22,13 @@ template <class Out, class Grad, int LANES, bool VECTOR> __device__ __forceinlin
     const i64 entry = f.cu_seqlens_q ? 0 : batch;
     float4* sums = reinterpret_cast<float4*>(p.dq_sum + (head * p.places + first) * p.dq_columns);
     for (int i = threadIdx.x; i < PREPARE_ROWS * p.dq_columns / 4; i += PREPARE_THREADS) sums[i] = float4{0.0f, 0.0f, 0.0f, 0.0f};
+    if (p.dq_turns) {
+        if (block_index() == 0 && threadIdx.x == 0) p.dq_turns[0] = 0;
+        if (first % p.tile_rows == 0 && threadIdx.x < TURNS) {  // the first turn is that of the first key that some row of the tile sees
+            const int key = max(max(seq.kv_start, seq.position + first_row - f.window_left), 0);
+            p.dq_turns[FIRST_TURN + (head * p.places + first) / p.tile_rows * TURNS + threadIdx.x] = u32(key / p.turn_keys);
+        }
+    }
     constexpr int AT_ONCE = VECTOR ? PREPARE_ROWS * LANES / PREPARE_THREADS : 1;
 #pragma unroll AT_ONCE
     for (int i = threadIdx.x / LANES; i < PREPARE_ROWS; i += PREPARE_THREADS / LANES) {

@@ -30,13 +30,14 @@ TAKEN = {
     "plain": (made(), {}), "causal": (made(), {"causal": True}), "window": (made(), {"window": (64, 0)}),
     "lengths": (made(), {"kv_lengths": [200, 3], "kv_start": [1, 0]}), "groups": (made(heads=6), {}), "widest": (made(d=256), {}),
     "two sizes": (made(d=40, dv=128), {}), "bfloat16": (made(dtype=BF16), {}), "negative scale": (made(), {"scale": -1.0}),
+    "deterministic": (made(), {"deterministic": True}),
     "broadcast dout": ((np.broadcast_to(np.ones((), F16), (2, 100, 2, 64)), *made()[1:]), {}),
 }  # fmt: skip
 LEFT = {
     "float32": (made(dtype=F32), {}, "float32 arrays"), "softcap": (made(), {"softcap": 3.0}, "softcap"),
     "sinks": (made(), {"sinks": np.zeros(2)}, "sinks"), "bias": (made(), {"bias": np.zeros((1, 1, 1, 200), F16)}, "bias"),
     "wide heads": (made(d=264), {}, "head sizes 264 and 264"), "odd heads": (made(d=36), {}, "head sizes 36 and 36"),
-    "no keys": (made(keys=0), {}, "k has no elements"), "deterministic": (made(), {"deterministic": True}, "deterministic"),
+    "no keys": (made(keys=0), {}, "k has no elements"),
     "another dout": ((made()[0].astype(F32), *made()[1:]), {}, "dout: float32"),
     "strides": ((*made()[:2], made()[2][..., ::-1], *made()[3:]), {}, "k: columns -2 bytes apart"),
 }  # fmt: skip
@@ -70,7 +71,8 @@ def launches(gpu, monkeypatch):  # noqa: F811
 
     def function(source, ordinal, shared=0):
         def run(grid, block, args, shared_memory=0, stream=None):
-            given = np.frombuffer(args[0].tobytes()[: structs.BACKWARD_PARAMS.itemsize], structs.BACKWARD_PARAMS)[0]
+            memory, size = args[0].tobytes(), structs.BACKWARD_PARAMS.itemsize
+            given = np.frombuffer(memory[:size], structs.BACKWARD_PARAMS)[0] if "_fp32" not in source.name else None
             made.append(SimpleNamespace(name=source.name, grid=grid[0], threads=block[0], shared=shared_memory, params=given))
 
         return run
@@ -125,9 +127,18 @@ def cupy_with(monkeypatch):
     monkeypatch.setattr(FakeArray, "astype", lambda a, dtype: a._view(a.host.astype(dtype)), raising=False)
 
 
+def test_launches_in_a_fixed_order(launches):
+    """There are turns for each tile of 128 queries; tiles of 128 keys take them."""
+    cuflash.attention_backward(*there(made(rows=300, keys=200)), deterministic=True, kernel="fa3", backend="cuda")
+    assert launches[1].name == "backward_fa3_fp16_d64_m128n128s2_in_order" and launches[0].params["turn_keys"] == 128
+    assert launches[0].params["dq_turns"] - launches[0].params["dq_sum"] == 4 * 2 * 2 * 384 * 64
+    plan = cuda_backward.plan(problems.build_backward(*made(rows=300, keys=200), deterministic=True), "fa3", "cuda", H200)
+    assert plan.workspace == 4 * 2 * 2 * 384 * (1 + 1 + 64) + 4 * (4 + 2 * 2 * 3 * 2)
+
+
 def test_launches_of_fa2_in_a_fixed_order(launches):
-    """dQ by tiles of queries, without sums between the launches; auto takes it where fa3 has no order."""
-    found = cuflash.attention_backward(*there(made(rows=300, keys=200)), deterministic=True, backend="cuda")
+    """dQ by tiles of queries, without sums between the launches."""
+    found = cuflash.attention_backward(*there(made(rows=300, keys=200)), deterministic=True, kernel="fa2", backend="cuda")
     assert [x.name.split("_fp16")[0] for x in launches] == ["backward_prepare", "backward_fa2", "backward_fa2_dq"]
     assert "without_dq" in launches[1].name and all(x.params["dq_columns"] == 0 for x in launches)
     assert launches[2].grid == 2 * 2 * 3 and launches[2].params["dq"] == found.dq.data.ptr  # 320 places by tiles of 128 queries

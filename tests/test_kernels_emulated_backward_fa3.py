@@ -31,15 +31,34 @@ def test_there_are_names_for_all_cases():
 @pytest.mark.parametrize(("case", "dtype"), RUNS, ids=IDS)
 def test_gradients(emulator, case, dtype):
     """The ends of all arrays at forbidden pages, or for every other case the beginnings; one block, or three that share the tiles."""
+    check(emulator, case, dtype)
+
+
+IN_ORDER = [
+    (c, t) for c, t in RUNS
+    if c.name in ("starts", "lengths-128", "packed-empty-slack", "groups-6-2", "wide-window", "wide-groups", "keys-257")
+    or c.name.startswith(("causal-", "upper-left-", "window-"))
+]
+
+
+@pytest.mark.parametrize(("case", "dtype"), IN_ORDER, ids=[f"{c.name}-{d.name}" for c, d in IN_ORDER])
+def test_gradients_in_a_fixed_order(emulator, case, dtype):
+    """Each tile of keys comes when it is its turn, and never waits for a later block: the emulator would say so."""
+    check(emulator, case, dtype, deterministic=True)
+
+
+def check(emulator, case, dtype, deterministic=False):
     given = differentiate(case, dtype)
     call, n = given.call, len(case.name)
-    options = {**call.options, "dlse": given.dlse}
+    options = {**call.options, "dlse": given.dlse, "deterministic": deterministic}
     if case.packed is not None:
         options["varlen"] = (*call.args[3:5], options.pop("max_seqlen_q", None), options.pop("max_seqlen_k", None))
     problem = problems.build_backward(given.dout, *call.args[:3], call.out, call.lse, **options)
     assert cuda.decline(problem, "fa3") is None
     chosen = cuda_backward.instance(problem, "fa3", H200)
-    found = backward.run(emulator, problem, chosen, H200, "start" if n % 2 else "end", blocks=(1, 3)[n % 2])
+    # Blocks run one after the other here: of those that wait for each other, each has one tile of keys.
+    blocks = 1 if n % 2 == 0 else 1000 if deterministic else 3
+    found = backward.run(emulator, problem, chosen, H200, "start" if n % 2 else "end", blocks)
     found = problems.user_gradients(found, problem, options.get("layout", "BSHD"), np.ndim(call.args[0]))
     want = compare.expect_gradients(given.problems)
     for name in ("dq", "dk", "dv"):
@@ -105,11 +124,13 @@ def test_results_of_the_forward_pass_lie_anyhow(emulator):
         compare.assert_close(getattr(found, name), exact, compare.eps(F16) * np.abs(exact).max(), name)
 
 
-def test_blocks_share_the_tiles_in_any_way(emulator):
-    """dk and dv are those of one block, bit for bit."""
+@pytest.mark.parametrize("in_order", [False, True])
+def test_blocks_share_the_tiles_in_any_way(emulator, in_order):
+    """dk and dv are those of one block, bit for bit; in order, dq too."""
     q, k, v, dout = operands((2, 300, 400, 2), BF16)
     out, lse = forward(q, k, v, causal=True)
-    found = [gradients(emulator, dout, q, k, v, out, lse, blocks, causal=True) for blocks in (1, 3, 100)]
+    options = {"causal": True, "deterministic": in_order}
+    found = [gradients(emulator, dout, q, k, v, out, lse, blocks, **options) for blocks in ((1, 100) if in_order else (1, 3, 100))]
     for other in found[1:]:
-        for name in ("dk", "dv"):
+        for name in ("dk", "dv", *["dq"] * in_order):
             compare.assert_same_bits(getattr(found[0], name), getattr(other, name), name)

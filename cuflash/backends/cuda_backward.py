@@ -1,7 +1,8 @@
 """The backward pass of the raw CUDA backend: memory, and the launches one after the other.
 
 16-bit arrays: the rows' statistics first (backward_prepare.cu), then the products by tiles of keys, which add up dQ in float32, then dQ in
-its dtype; where that order must be fixed, dQ by tiles of queries (backward_fa2_dq.cu). float32 and float64 (cuda_backward_fp.py): a kernel of rows, then one of keys.
+its dtype. Where dQ must be the same in every run, tiles of keys add in turn, or backward_fa2_dq.cu computes it by tiles of queries. float32
+and float64 (cuda_backward_fp.py): a kernel of rows, then one of keys.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from .cuda_instance import CUDA_TYPES, LARGEST_GRID, MASK_LEFT, MASK_LENGTH, MAS
 
 PREPARE_ROWS, PREPARE_THREADS = 32, 256  # as backward_prepare.cu has them
 CONVERT_THREADS = 256
+FIRST_TURN, TURNS = 4, 2  # as backward_params.cuh has them
 FEW_TILES = 4
 LEAST_KEYS = 32  # of a block
 
@@ -33,7 +35,15 @@ Instance = cuda_backward_fa3.Instance | cuda_backward_fa2.Instance
 def work_sizes(problem: Problem, chosen: Instance) -> dict[str, int]:
     """Numbers of float32 that the launches hand to each other."""
     rows = problem.heads_q * structs.places(problem, chosen.tile_rows)
-    return {"row_lse": rows, "row_delta": rows, "dq_sum": rows * chosen.dq_columns}
+    sizes = {"row_lse": rows, "row_delta": rows, "dq_sum": rows * chosen.dq_columns}
+    if turn_keys(chosen):
+        sizes["dq_turns"] = FIRST_TURN + rows // chosen.tile_rows * TURNS  # integers
+    return sizes
+
+
+def turn_keys(chosen: Instance) -> int:
+    """Keys of the tiles that add to dQ in a fixed order; 0 if there is none, or nothing is added."""
+    return chosen.tile.n if isinstance(chosen, cuda_backward_fa3.Instance) and chosen.in_order else 0
 
 
 def section(problem: Problem, info: DeviceInfo) -> int:
@@ -56,7 +66,7 @@ def pack(
     """The struct of all launches but that of backward_fa3.cu, which has it as its first member."""
     rows, tiles = chosen.tile_rows, n_tiles(problem, chosen)
     return structs.pack_backward(
-        problem, gradients, rows, tiles, section(problem, info), chosen.factor_left, pointers, work, chosen.dq_columns,
+        problem, gradients, rows, tiles, section(problem, info), chosen.factor_left, pointers, work, chosen.dq_columns, turn_keys(chosen),
     )
 
 
@@ -147,8 +157,6 @@ def decline(problem: Problem, kernel: str) -> str | None:
         return cuda_backward_fp.decline(problem)
     if (reason := KERNELS[kernel].decline(problem)) is not None:
         return reason
-    if problem.deterministic and kernel == "fa3":
-        return "deterministic: it adds up dQ in no fixed order; kernel='fa2' has one"
     most = max(problem.heads_q * structs.places(problem, 1), problem.batch * problem.heads_kv * -(-problem.seqlen_k // LEAST_KEYS))
     return f"{most:,} rows of queries or tiles of keys, of all heads; it has numbers for {LARGEST_GRID:,}" if most > LARGEST_GRID else None
 

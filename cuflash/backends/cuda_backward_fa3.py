@@ -36,7 +36,7 @@ class Tile(NamedTuple):
         """Bytes of dynamic shared memory for padded head sizes; BackwardFa3::SMEM_BYTES counts the same."""
         wide, stages = d > 128, self.stages + self.dout_stages
         tiles = 2 * self.n * (d + dv) + 2 * self.m * (self.stages * d + self.dout_stages * dv) + (8 if wide else 4) * self.n * self.m
-        return tiles + 4 * stages * self.m + 4 * self.m * min(d, 128) + 16 * (stages + 3) + 32
+        return tiles + 4 * stages * self.m + 4 * self.m * min(d, 128) + 16 * (stages + 3) + 64 + 1024
 
 
 # By the padded head size; a thread has 232 registers for its sums.
@@ -46,6 +46,8 @@ TILES = {64: Tile(128, 2), 128: Tile(64, 2), 256: Tile(64, 2, 64, 1)}
 @dataclass(frozen=True)
 class Instance(PrefillInstance):
     """What is fixed when backward_fa3 is compiled."""
+
+    in_order: bool = False  # tiles of keys add to dq one after the other
 
     KERNEL, TILES, PARAMS = "backward_fa3", "cuda_backward_fa3.py", "BackwardFa3Params"
 
@@ -61,7 +63,7 @@ class Instance(PrefillInstance):
 
     @property
     def tile_words(self) -> list[str]:
-        return [f"m{self.tile.m}n{self.tile.n}s{self.tile.stages}"]
+        return [f"m{self.tile.m}n{self.tile.n}s{self.tile.stages}", *["in_order"] * self.in_order]
 
     @property
     def preamble(self) -> str:
@@ -71,7 +73,7 @@ class Instance(PrefillInstance):
 
     @property
     def arguments(self) -> list[Any]:
-        return [CUDA_TYPES[self.dtype], self.d, self.dv, self.tile.m, self.tile.stages, self.mask]
+        return [CUDA_TYPES[self.dtype], self.d, self.dv, self.tile.m, self.tile.stages, self.mask, self.in_order]
 
 
 def decline(problem: Problem) -> str | None:
@@ -104,7 +106,7 @@ def instance(problem: Problem, mask: int) -> Instance:
     """The kernel instance for these arrays: heads of queries and of values are padded to one size."""
     d = next(size for size in TILES if size >= max(problem.head_dim, problem.head_dim_v))
     dtype = name_of(problem.q.dtype)
-    return Instance(dtype, dtype, d, d, TILES[d], mask)
+    return Instance(dtype, dtype, d, d, TILES[d], mask, in_order=problem.deterministic)
 
 
 def pack(problem: Problem, chosen: Instance, backward: np.ndarray) -> np.ndarray:
@@ -120,7 +122,7 @@ def pack(problem: Problem, chosen: Instance, backward: np.ndarray) -> np.ndarray
 
 @functools.cache
 def common(info: DeviceInfo) -> tuple[Instance, ...]:
-    """Instances of both types, full, causal and windowed."""
+    """Instances of both types, full and causal."""
     return tuple(_common(info))
 
 

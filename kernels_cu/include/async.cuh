@@ -29,6 +29,9 @@ __device__ __forceinline__ void mbarrier_wait(u32 barrier_smem, u32 parity) {
 // others after this.
 __device__ __forceinline__ void async_proxy_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
+// Likewise to global memory, of what this thread knows to be written.
+__device__ __forceinline__ void async_proxy_fence_gmem() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
+
 // ---- boxes of arrays, as tensor maps describe them ----------------------------------------------------------------------
 
 // To the L2 cache, of what a copy reads: as anything else, or to be the last to leave. READ_ONCE (ptx.cuh) is the first.
@@ -74,6 +77,9 @@ __device__ __forceinline__ void add_bytes(void* dst_gmem, u32 src_smem, u32 byte
 
 // Wait until what the thread adds has been read from shared memory, so that it may be written again.
 __device__ __forceinline__ void additions_wait() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+
+// The same, and until it is there.
+__device__ __forceinline__ void additions_done() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 
 // Change the number of registers of each thread of this warpgroup, within what the block got at its start.
 template <int REGISTERS> __device__ __forceinline__ void registers_raise() {

@@ -35,8 +35,7 @@ template <class C, class Group, int N> __device__ __forceinline__ void store_row
 }
 
 template <class C, class Group> __device__ __forceinline__ void store(const Group& g, const KeyTile<C>& keys) {
-    if (g.lead) additions_wait();  // the memory is that of dQ
-    __syncwarp();
+    g.wait_for_part(g.times());  // the memory is that of dQ
     store_rows(g, keys, g.dV_rmem, 1.0f, g.p.dv, g.p.dv_stride, g.p.prefill.head_dim_v);
     store_rows(g, keys, g.dK_rmem, g.p.scale, g.p.dk, g.p.dk_stride, g.p.prefill.head_dim);
 }

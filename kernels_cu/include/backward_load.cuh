@@ -66,14 +66,14 @@ template <class C, class Tile> __device__ __forceinline__ void load_keys(
 }
 
 // By a warp: K of all tiles of keys, and of their tiles of queries Q with the log-sum-exp.
-template <class C> __device__ __forceinline__ void load_queries(const BackwardFa3Params& p, u32 smem, u32 tiles) {
+template <class C> __device__ __forceinline__ void load_queries(const BackwardFa3Params& p, u32 smem, u32 first, u32 tiles) {
     Ring<typename C::TailStages> tail{smem + C::TAIL_SMEM};
     Ring<typename C::KStages> stage{smem + C::K_SMEM};
     Ring<typename C::QStages> queries{smem + C::Q_SMEM};
     const PrefillParams& f = p.backward.prefill;
     const bool packed = f.cu_seqlens_q != nullptr;
 #pragma unroll 1
-    for (u32 n = block_index(); n < tiles; n += gridDim.x) {
+    for (u32 n = first; n < tiles; n += gridDim.x) {
         const KeyTile<C> keys(p.backward, n);
         if (keys.last < keys.first) continue;
         load_keys<C, typename C::KTile>(p, keys, p.k_map, smem + C::K_SMEM, stage, tail);
@@ -93,14 +93,14 @@ template <class C> __device__ __forceinline__ void load_queries(const BackwardFa
 }
 
 // By another one: V, and dO with delta.
-template <class C> __device__ __forceinline__ void load_douts(const BackwardFa3Params& p, u32 smem, u32 tiles) {
+template <class C> __device__ __forceinline__ void load_douts(const BackwardFa3Params& p, u32 smem, u32 first, u32 tiles) {
     Ring<typename C::TailStages> tail{smem + C::TAIL_SMEM + 16};
     Ring<typename C::KStages> stage{smem + C::K_SMEM};
     Ring<typename C::GStages> douts{smem + C::G_SMEM};
     const PrefillParams& f = p.backward.prefill;
     const bool packed = f.cu_seqlens_q != nullptr;
 #pragma unroll 1
-    for (u32 n = block_index(); n < tiles; n += gridDim.x) {
+    for (u32 n = first; n < tiles; n += gridDim.x) {
         const KeyTile<C> keys(p.backward, n);
         if (keys.last < keys.first) continue;
         load_keys<C, typename C::VTile>(p, keys, p.v_map, smem + C::V_SMEM, stage, tail);
@@ -116,6 +116,50 @@ template <class C> __device__ __forceinline__ void load_douts(const BackwardFa3P
                 load_stage<typename C::GTile>(douts, tail, p.dout_map, keys.seq.q_begin + m * C::M, head, packed ? 0 : keys.batch,
                                               smem + C::DELTA_SMEM, delta + m * C::M, clear, begin, end);
                 douts.advance();
+            }
+        }
+    }
+}
+
+// By a third one: add to dQ, in the order of the tiles of keys, what the others have written. A tile's turn comes when the one before, whose
+// block has begun before, has had its own.
+template <class C> __device__ __forceinline__ void add_in_order(const BackwardParams& p, u32 smem, u32 first, u32 tiles) {
+    constexpr int HALVES = C::WIDE ? 2 : 1;  // a step; of a half, a warpgroup has 4 parts in a row
+    Ring<typename C::PartStages> parts{smem + C::DQ_SMEM};
+#pragma unroll 1
+    for (u32 n = first; n < tiles; n += gridDim.x) {
+        const KeyTile<C> keys(p, n);
+        if (keys.last < keys.first) continue;
+        const u32 own = u32(keys.key / C::N);
+        if (!C::WIDE) {  // dQ comes a step late: before the first one there is none
+            parts.wait_full();
+            if (thread_index() % 32 == 0) mbarrier_arrive(parts.empty());
+            __syncwarp();
+            parts.advance();
+        }
+#pragma unroll 1
+        for (int head = keys.head * p.prefill.group; head < (keys.head + 1) * p.prefill.group; ++head) {
+            const i64 first_tile = (head * p.places + first_place_of(p, keys.batch, keys.seq)) / C::M;
+#pragma unroll 1
+            for (int step = HALVES * keys.first; step < HALVES * (keys.last + 1); ++step) {
+                parts.wait_full();
+                if (thread_index() % 32 == 0) {
+                    const i64 tile = first_tile + step / HALVES;
+                    const int half = step % HALVES;
+                    u32* const turn = p.dq_turns + FIRST_TURN + tile * TURNS + half;
+                    float* const to = p.dq_sum + tile * (C::M * C::DQK) + half * C::PART_BYTES;
+                    while (look_up(turn) != own) {}
+                    async_proxy_fence_gmem();
+#pragma unroll
+                    for (int group = 0; group < HALVES; ++group)
+                        add_bytes(to + group * 2 * C::PART_BYTES, parts.smem + group * 4 * C::PART_BYTES, 8 / HALVES * C::PART_BYTES);
+                    additions_wait();
+                    mbarrier_arrive(parts.empty());
+                    additions_done();
+                    publish(turn, own + 1);
+                }
+                __syncwarp();
+                parts.advance();
             }
         }
     }

@@ -1,6 +1,8 @@
 // What the launches of a backward pass get, by value. cuflash/structs.py mirrors it (BACKWARD_PARAMS) and every instance asserts the size.
 #include "include/params.cuh"
 
+constexpr int FIRST_TURN = 4, TURNS = 2;
+
 struct BackwardParams {
     PrefillParams prefill;  // out and lse are those of the forward pass, and read
     const void* dout;       // (batch, q_rows, heads_q, head_dim_v); packed sequences as in PrefillParams
@@ -14,6 +16,9 @@ struct BackwardParams {
     float* dq_sum;          // (heads_q, places / tile_rows, numbers of a tile in the order of its kernel): added up by blocks of keys
     float* dbias;           // as the bias, with its strides of 0 where several logits share an element: added up, so 0 before; or null
     float* dsinks;          // (heads_q), or null
+    // Where dQ is added up in a fixed order, or null: how many blocks have begun; then, from FIRST_TURN on, TURNS numbers of each tile of
+    // queries, for half of its sums each, or one for all: the tile of keys whose turn it is to add to them.
+    u32* dq_turns;
     Strides dout_stride, dlse_stride, dq_stride, dk_stride, dv_stride;
     Strides dbias_stride;   // row: of queries, column: of keys
     i64 places;             // of all rows of a head
@@ -21,4 +26,5 @@ struct BackwardParams {
     i32 n_tiles;            // tiles of keys of the longest sequence
     i32 dq_columns;         // of dq_sum: the padded head size
     float scale;            // natural: of dq and dk
+    i32 turn_keys;          // of a tile of keys, where there is an order
 };

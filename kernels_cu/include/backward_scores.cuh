@@ -23,6 +23,30 @@ template <class C> struct BackwardScores {
     // Its own part of the memory where dQ waits to be added, which is its at the end of a tile of keys, too.
     __device__ __forceinline__ u32 part_smem() const { return smem + C::DQ_SMEM + warp() * C::PART_BYTES; }
 
+    // Until the warp may write what it adds next, of so many times before; all lanes.
+    __device__ __forceinline__ void wait_for_part(u32 times) const {
+        if constexpr (C::IN_ORDER) {
+            parts(times).wait_empty();
+        } else {
+            if (lead) additions_wait();
+            __syncwarp();
+        }
+    }
+
+    // What the warp has written is to be added to its part of a tile of dQ: by the copy engine, or by the warp that knows the order.
+    __device__ __forceinline__ void add_part(int tile, int part, u32 times) const {
+        async_proxy_fence();
+        __syncwarp();
+        if (!lead) return;
+        if constexpr (C::IN_ORDER) mbarrier_arrive(parts(times).full());
+        else add_bytes(p.dq_sum + i64(tile) * (C::M * C::DQK) + part * (C::PART_BYTES / 4), part_smem(), C::PART_BYTES);
+    }
+
+    __device__ __forceinline__ Ring<typename C::PartStages> parts(u32 times) const { return {smem + C::DQ_SMEM, 0, times % 2}; }
+
+    // Where seen_first is if in order: at D = 64 there is one register too few.
+    __device__ __forceinline__ u32 seen_smem() const { return smem + C::SEEN_SMEM + (thread_index() - 128) * 4; }
+
     // Which queries see the thread's keys, of which the first one is this one of the block's.
     __device__ __forceinline__ void look(const KeyTile<C>& keys, int own_key) {
         const int key = keys.key + own_key;
@@ -33,6 +57,7 @@ template <class C> struct BackwardScores {
             const bool there = key + 8 * r >= keys.seq.kv_start && key + 8 * r < keys.seq.kv_length;
             seen[r] = there ? u32(positions.end) - u32(positions.begin) : 0;
         }
+        if (C::IN_ORDER) store_smem(seen_smem(), seen_first);
     }
 
     template <int N> static __device__ __forceinline__ void clear(float (&x)[N][4]) {
@@ -55,7 +80,7 @@ template <class C> struct BackwardScores {
         if constexpr (MASKED) {
 #pragma unroll
             for (int r = 0; r < 2; ++r) {
-                const u32 distance = u32(first) + seen_first - 8 * r;
+                const u32 distance = u32(first) + (C::IN_ORDER ? load_smem_4(seen_smem()) : seen_first) - 8 * r;
 #pragma unroll
                 for (int j = 0; j < C::OWN / 8; ++j)
 #pragma unroll

@@ -58,6 +58,9 @@ template <class C> struct BackwardWarpgroup : BackwardScores<C> {
         dq_tile = -1;
     }
 
+    // How often the warp has written what is to be added.
+    __device__ __forceinline__ u32 times() const { return handed; }
+
     // Behind the last tile of keys.
     __device__ __forceinline__ void end() {
         if (lead) additions_wait();
@@ -158,16 +161,12 @@ template <class C> struct BackwardWarpgroup : BackwardScores<C> {
     __device__ __forceinline__ void add_up() {
         before().release(lead);
         ++handed;
-        if (dq_tile < 0) return;
-        if (lead) additions_wait();
-        __syncwarp();
+        if (!C::IN_ORDER && dq_tile < 0) return;  // in order, it is add_in_order() that knows
+        Base::wait_for_part(handed - 1);
 #pragma unroll
         for (int j = 0; j < C::DQ_QUERIES / 8; ++j)
             store_smem(Base::part_smem() + j * 512 + thread_index() % 32 * 16, dq_sums()[j]);
-        async_proxy_fence();
-        __syncwarp();
-        float* const to = p.dq_sum + i64(dq_tile) * (C::M * C::DQK) + Base::warp() * (C::PART_BYTES / 4);
-        if (lead) add_bytes(to, Base::part_smem(), C::PART_BYTES);
+        Base::add_part(dq_tile, Base::warp(), handed - 1);
     }
 
     // Gradients of scores, for both warpgroups.

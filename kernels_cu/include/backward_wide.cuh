@@ -40,6 +40,9 @@ template <class C> struct BackwardWide : BackwardScores<C> {
         stage.release(lead);
     }
 
+    // How often the warp has written what is to be added.
+    __device__ __forceinline__ u32 times() const { return 2 * steps; }
+
     // Behind the last tile of keys.
     __device__ __forceinline__ void end() {
         if (lead) additions_wait();
@@ -123,14 +126,10 @@ template <class C> struct BackwardWide : BackwardScores<C> {
 
     // It is there.
     __device__ __forceinline__ void add_up(int tile, int half) {
-        if (lead) additions_wait();
-        __syncwarp();
+        Base::wait_for_part(2 * steps + half);
 #pragma unroll
         for (int j = 0; j < C::M / 8; ++j) store_smem(Base::part_smem() + j * 512 + thread_index() % 32 * 16, dQ_rmem[j]);
-        async_proxy_fence();
-        __syncwarp();
-        const int part = (number * 2 + half) * 4 + Base::warp() % 4;
-        if (lead) add_bytes(p.dq_sum + i64(tile) * (C::M * C::DQK) + part * (C::PART_BYTES / 4), Base::part_smem(), C::PART_BYTES);
+        Base::add_part(tile, (number * 2 + half) * 4 + Base::warp() % 4, 2 * steps + half);
     }
 
     // The warpgroup's columns of weights, or of gradients of scores, for both.

@@ -160,6 +160,8 @@ void ld_global_cg_v4_f32(float& x, float& y, float& z, float& w, const void* fro
 void red_global_add_f32(float* to, float x);
 void red_global_add_v2_f32(float* to, float x, float y);
 void atom_acq_rel_gpu_global_inc_u32(b32& before, void* counter, b32 last);
+void st_release_gpu_global_u32(void* to, b32 x);
+void ld_acquire_gpu_global_u32(b32& x, const void* from);
 void ld_shared_v2_f32(float& x, float& y, b32 from);
 void st_shared_v4_f32(b32 to, float x, float y, float z, float w);
 void ld_shared_b32(b32& x, b32 from);
@@ -207,6 +209,8 @@ void cp_async_bulk_shared_cluster_global_mbarrier_complete_tx_bytes(b32 to, cons
 void cp_reduce_async_bulk_global_shared_cta_bulk_group_add_f32(void* to, b32 from, b32 bytes);
 inline void cp_async_bulk_commit_group() {}
 inline void cp_async_bulk_wait_group_read(int) {}
+inline void cp_async_bulk_wait_group(int) {}
+inline void fence_proxy_async_global() {}
 void cp_async_mbarrier_arrive_noinc_shared_cta_b64(b32 barrier);
 void mbarrier_try_wait_parity_shared_cta_b64(bool& done, b32 barrier, b32 parity);
 void fence_proxy_async_shared_cta();

@@ -94,6 +94,19 @@ void atom_acq_rel_gpu_global_inc_u32(b32& before, void* counter, b32 last) {
     before = count;
     count = before >= last ? 0 : before + 1;
 }
+void st_release_gpu_global_u32(void* to, b32 x) {
+    read_global(to, 4, "st.release");
+    *static_cast<unsigned*>(to) = x;
+}
+// Blocks come one after the other: what one of them waits for must be there.
+void ld_acquire_gpu_global_u32(b32& x, const void* from) {
+    constexpr int MOST = 1000;
+    static const void* last;
+    static int times;
+    read_words(read_global(from, 4, "ld.acquire"), x);
+    times = from == last ? times + 1 : 0, last = from;
+    if (times == MOST) fail("ld.acquire: block %u waits for a block that comes later", block);
+}
 void ld_shared_v2_f32(float& x, float& y, b32 from) {
     const auto* number = reinterpret_cast<const float*>(read_shared(from, 8, "ld.shared"));
     x = number[0], y = number[1];
