@@ -121,8 +121,8 @@ template <class C> __device__ __forceinline__ void load_douts(const BackwardFa3P
     }
 }
 
-// By a third one: add to dQ, in the order of the tiles of keys, what the others have written. A tile's turn comes when the one before, whose
-// block has begun before, has had its own.
+// By a third one: add to dQ, in the order of the tiles of keys, what the others have written. A tile's turn comes when the one before,
+// whose block has begun before, has had its own.
 template <class C> __device__ __forceinline__ void add_in_order(const BackwardParams& p, u32 smem, u32 first, u32 tiles) {
     constexpr int HALVES = C::WIDE ? 2 : 1;  // a step; of a half, a warpgroup has 4 parts in a row
     Ring<typename C::PartStages> parts{smem + C::DQ_SMEM};

@@ -124,7 +124,9 @@ __device__ __forceinline__ u32 count_up(u32* counter_gmem, u32 last) {
 }
 
 // A number that one thread has written with `publish`, with all that was known to it to be written, is read by another with `look_up`.
-__device__ __forceinline__ void publish(u32* gmem, u32 x) { asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(gmem), "r"(x) : "memory"); }
+__device__ __forceinline__ void publish(u32* gmem, u32 x) {
+    asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(gmem), "r"(x) : "memory");
+}
 
 __device__ __forceinline__ u32 look_up(const u32* gmem) {
     u32 x;
