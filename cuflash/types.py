@@ -232,6 +232,13 @@ class Problem:
         return self.heads_q // self.heads_kv if self.heads_kv else 1
 
     @property
+    def bias_is_shared(self) -> bool:
+        """Whether several logits share an element of the bias, so that its gradient there is a sum."""
+        if self.bias is None or self.bias_shape is None:
+            return False
+        return (1,) * (4 - len(self.bias_shape)) + tuple(self.bias_shape) != self.bias.shape
+
+    @property
     def compute_dtype(self) -> np.dtype:
         """The dtype of softmax statistics and accumulation."""
         return _FLOAT64 if self.q.dtype == _FLOAT64 else _FLOAT32

@@ -1,5 +1,5 @@
 // The backward pass in float32 and float64 by recomputation, for sm_75 and every later GPU: nothing of size rows x keys is stored, and
-// nothing is added by atomics, so that every run gives the same bits.
+// nothing is added by atomics, so that every run gives the same bits; but for the gradient of a bias that several logits share.
 //
 // Two kernels. The first owns tiles of query rows: it walks over their keys for the rows' statistics (see fp_backward_rows.cuh), leaves
 // them in memory, and walks again for dQ = scale dS K. The second owns tiles of keys of one key/value head and walks over the rows of all
@@ -66,7 +66,9 @@ template <class C> __device__ __forceinline__ void backward_fp_rows(const FpBack
     void* dbias = nullptr;
     if constexpr (bias_bytes(C::SCORE) != 0) {
         using Bias = typename decltype(pairs.arrays)::Bias;
-        if (block.first_column == 0) dbias = row_gmem<Bias>(p.dbias, p.dbias_stride, block.work.batch, 0, block.work.head);
+        const int batch = block.work.batch, head = block.work.head;
+        if (block.first_column == 0 && p.shared) dbias = row_gmem<double>(p.dbias, p.dbias_stride, batch, 0, head);
+        else if (block.first_column == 0) dbias = row_gmem<Bias>(p.dbias, p.dbias_stride, batch, 0, head);
     }
     // The walk for dq, which also leaves the bias's gradient where each of its elements is met: here alone.
     T sums[C::MT][C::QK_COLUMNS / 8][4];
@@ -89,6 +91,7 @@ template <class C> __device__ __forceinline__ void backward_fp_rows(const FpBack
 #pragma unroll
         for (int r = 0; r < 2 * C::MT; ++r) strange = strange || (lane_row + 8 * r < block.seq.q_length && is_strange(sums, r));
         if (guarded || !__syncthreads_or(strange)) break;
+        dbias = nullptr;  // it is there
     }
     T* dq = row_gmem<T>(p.dq, p.dq_stride, block.work.batch, block.seq.q_begin + lane_row, block.work.head) +
         block.first_column * p.dq_stride.column;

@@ -14,8 +14,9 @@ from cuflash import arrays, device, jit, reference, structs, tiles, tiles_backwa
 from cuflash import problem as problems
 from cuflash.backends import cuda_backward_fa2
 from cuflash.device import DeviceInfo
-from cuflash.types import ArrayView, Gradients, Problem
+from cuflash.types import Gradients, Problem
 from emulator import emulate
+from emulator.backward_fp import repeated
 from emulator.guarded import Guarded
 from test_gradients import differentiate, gradient_parts
 
@@ -30,11 +31,6 @@ def prepare_source(dtype: str, vector: bool) -> jit.Source:
     name, types = f"backward_prepare_{dtype}_{vector}", f"{CUDA[dtype]}, {CUDA[dtype]}, 16, {str(vector).lower()}"
     stub = f'extern "C" __global__ void {name}(const __grid_constant__ BackwardParams p) {{ backward_prepare<{types}>(p); }}\n'
     return jit.Source("backward_prepare.cu", stub, name)
-
-
-def broadcast(a: ArrayView, shape: tuple[int, ...]) -> ArrayView:
-    seen = np.broadcast_to(a.array, shape)
-    return dataclasses.replace(a, shape=seen.shape, strides=seen.strides, array=seen)
 
 
 def run(
@@ -62,7 +58,7 @@ def run(
     results = {name: Guarded(arrays.view(a, name), side, writable=True) for name, a in found.items()}
     gradients = {name: a.view for name, a in results.items()}
     if problem.bias is not None:
-        gradients["dbias"] = broadcast(gradients["dbias"], problem.bias.shape)
+        gradients["dbias"] = repeated(gradients["dbias"], problem.bias.shape)
     places = structs.places(problem, rows)
     sizes = {name: problem.heads_q * places * (chosen.dq_columns if name == "dq_sum" else 1) for name in ("row_lse", "row_delta", "dq_sum")}
     work = {

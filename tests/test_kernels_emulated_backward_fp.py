@@ -41,6 +41,11 @@ FURTHER = (
     case("bias-softcap-alibi-sinks", "2,20,35,2,2,16", bias(), fixed(softcap=2.0), alibi(), sinks),
     case("sinks-window", "2,40,50,4,2,16", sinks, fixed(window=(10, 3))),
     case("upper-left-window-lengths", "3,40,60,2,1,16", upper_left, fixed(window=(20, 7)), kv_lengths=(60, 20, 0), kv_start=(3, 0, 0)),
+    *(
+        case(f"bias-of-{axes.replace(' ', '-')}", "2,20,41,4,2,16", bias(axes), causal)
+        for axes in ("Hq Sq Sk", "1 1 Sk", "B 1 Sq Sk", "1 1 1 1")
+    ),
+    case("bias-float32-shared", "2,20,35,2,2,16", bias("Hq Sq Sk", dtype=F32)),
     case("scale-large", "1,30,70,2,1,16", fixed(scale=20.0)),
 )
 
@@ -106,8 +111,7 @@ def test_gradients_and_accesses(emulator, name):
     assert cuda_backward_fp.why_not_on(problem, run.gpu) is None
     found = backward_fp.run(emulator, problem, run.gpu, side="start" if len(name) % 2 else "end")
     layout, ndim = given.call.options["layout"], np.ndim(given.call.args[0])
-    dbias = found.dbias if problem.bias is None else found.dbias.reshape(problem.bias_shape)
-    found = problems.user_gradients(Gradients(*list(found)[:3], dbias, found.dsinks), problem, layout, ndim)
+    found = problems.user_gradients(found, problem, layout, ndim)
     want = compare.expect_gradients(given.problems)
     for name, parts in want.parts.items():
         if name == "dsinks":  # one for all sequences

@@ -247,8 +247,10 @@ def _run_reals(chosen: cuda_backward_fp.Instance, problem: Problem, pointers: Ma
     clear_slack(problem, found)
     written = dict(found)
     if problem.bias is not None:
-        written["dbias"] = cupy.zeros(problem.bias.shape, problem.bias.dtype)
+        written["dbias"] = cupy.zeros(problem.bias_shape, cuda_backward_fp.dbias_dtype(problem))
     views = {name: _view(a, place) for name, a in written.items()}
+    if problem.bias is not None:
+        views["dbias"] = _view(cupy.broadcast_to(written["dbias"], problem.bias.shape), place)
     sizes, item = cuda_backward_fp.work_sizes(problem), problem.compute_dtype.itemsize
     shares = cupy.zeros(problem.lse_shape, problem.compute_dtype) if problem.sinks is not None else None
     with launch.workspace(max(1, item * sum(sizes.values())), place) as memory:
@@ -259,7 +261,9 @@ def _run_reals(chosen: cuda_backward_fp.Instance, problem: Problem, pointers: Ma
         for step, of_keys in steps:
             params = cuda_backward_fp.pack(problem, chosen, of_keys, info, views, pointers, work)
             launch.launch(step, params, launch.stream_pointer(None))
-    dbias = written["dbias"].reshape(problem.bias_shape) if problem.bias is not None else None
+    dbias = written.get("dbias")
+    if dbias is not None and dbias.dtype != problem.bias.dtype:
+        dbias = dbias.astype(problem.bias.dtype)
     dsinks = None
     if shares is not None:
         axes = tuple(n for n in range(shares.ndim) if n != shares.ndim - 2)  # all but that of the heads

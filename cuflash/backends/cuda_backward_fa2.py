@@ -103,7 +103,7 @@ def decline(problem: Problem) -> str | None:
     dtype = name_of(problem.q.dtype)
     if dtype not in TYPES:
         return f"{dtype} arrays; it multiplies 16-bit numbers"
-    if problem.deterministic and _bias_is_broadcast(problem):
+    if problem.deterministic and problem.bias_is_shared:
         return "deterministic=True with a broadcast bias: its gradient is added up in no fixed order"
     if problem.paged:
         return "page_table: it writes gradients of keys and values that lie in one piece; backend='numba-cuda' takes pages"
@@ -113,13 +113,6 @@ def decline(problem: Problem) -> str | None:
     if not all(1 <= size <= tiles.LARGEST_HEAD for size in sizes):
         return f"head sizes {sizes[0]} and {sizes[1]}; it takes 1 to {tiles.LARGEST_HEAD}"
     return None
-
-
-def _bias_is_broadcast(problem: Problem) -> bool:
-    """Whether several logits share an element of the bias, so that its gradient there is a sum."""
-    if problem.bias is None or problem.bias_shape is None:
-        return False
-    return (1,) * (4 - len(problem.bias_shape)) + tuple(problem.bias_shape) != problem.bias.shape
 
 
 def instance(problem: Problem, info: DeviceInfo) -> Instance | None:
@@ -133,7 +126,7 @@ def instance(problem: Problem, info: DeviceInfo) -> Instance | None:
     d, dv = tiles.head_class(problem.head_dim), tiles.head_class(problem.head_dim_v)
     score = score_kind(problem)
     # Sums over keys cancel but for errors of delta, and the gradient of a sink is a sum of deltas.
-    precise = bool(score & SCORE_BIAS32) or _bias_is_broadcast(problem) or problem.sinks is not None
+    precise = bool(score & SCORE_BIAS32) or problem.bias_is_shared or problem.sinks is not None
     return make(name_of(problem.q.dtype), d, dv, info, mask, score, load, problem.deterministic, precise)
 
 

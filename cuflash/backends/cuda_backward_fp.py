@@ -1,7 +1,7 @@
 """Instances of backward_fp, the raw backward pass in float32 and float64: what it declines, its tiles, its launches.
 
 Two kernels, one after the other: of rows, which leaves their statistics and dq, and of keys, for dk and dv. What they do not write and
-the caller clears beforehand: rows of packed gradients, and of row_sink, that belong to no sequence; all of dbias.
+the caller clears beforehand: rows of packed gradients, and of row_sink, that belong to no sequence; all of dbias, see `dbias_dtype`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ PARAMS = np.dtype(  # of fp_backward_params.cuh
             "dout", "dlse", "dq", "dk", "dv", "dbias", "row_base", "row_inverse", "row_delta", "row_sink",
         )),
         *((f"{name}_stride", structs.STRIDES) for name in ("dout", "dlse", "dq", "dk", "dv", "dbias")),
-        ("factor", np.float64), *((name, np.int32) for name in ("dq_vector", "keys_vector", "trusted", "longest")),
+        ("factor", np.float64), *((name, np.int32) for name in ("dq_vector", "keys_vector", "trusted", "shared", "longest")),
     ],
     align=True,
 )
@@ -114,8 +114,8 @@ def decline(problem: Problem) -> str | None:
     for name, asked in absent.items():
         if asked:
             return f"it has no gradients with {name}"
-    if problem.bias is not None and is_broadcast(problem.bias):
-        return "a bias that is broadcast: its gradient is a sum over what shares it, which blocks could only add up by atomics"
+    if problem.deterministic and problem.bias_is_shared:
+        return "deterministic=True with a bias that is broadcast: its gradient is added up in no fixed order"
     if (reason := structs.out_of_range(problem)) is not None:
         return reason
     sizes = problem.head_dim, problem.head_dim_v
@@ -140,9 +140,10 @@ def why_not_on(problem: Problem, info: DeviceInfo) -> str | None:
     return None
 
 
-def is_broadcast(a: ArrayView) -> bool:
-    """Whether elements of an array are the same one in memory."""
-    return any(n > 1 and stride == 0 for n, stride in zip(a.shape, a.strides, strict=True))
+def dbias_dtype(problem: Problem) -> np.dtype:
+    """Of the gradient of the bias as the kernel writes it: sums are added up in float64, whatever is asked for."""
+    assert problem.bias is not None
+    return np.dtype(np.float64) if problem.bias_is_shared else problem.bias.dtype
 
 
 def instance(problem: Problem, info: DeviceInfo) -> Instance | None:
@@ -228,7 +229,7 @@ def pack(
         Which of the two kernels.
     info : DeviceInfo
     gradients : mapping
-        dq, dk, dv and, with a bias, dbias (shape and dtype of problem.bias), which are written.
+        dq, dk, dv and, with a bias, dbias (of the shape of problem.bias and `dbias_dtype`), which are written.
     pointers, work : mapping
         Device addresses: as for `structs.pack_prefill`, and of arrays of `work_sizes`.
     """
@@ -250,6 +251,7 @@ def pack(
     r["factor"] = float(problem.scale)  # type: ignore[arg-type]
     r["dq_vector"] = structs.copy_bytes((gradients["dq"],)) == 16
     r["keys_vector"] = structs.copy_bytes((gradients["dk"], gradients["dv"])) == 16
+    r["shared"] = problem.bias_is_shared
     r["longest"] = -(-problem.seqlen_q // chosen.rows.m) * chosen.rows.m
     r["trusted"] = problem.out is not None and problem.out.dtype == problem.q.dtype
     return p

@@ -77,16 +77,9 @@ def decline(problem: Problem, kernel: str) -> str | None:
             return "the decode kernel has no backward pass; fa1 has"
         if problem.paged and _pages_shared(problem):
             return "several sequences share a page, whose gradient would be a sum over them"
-        if problem.deterministic and _bias_is_broadcast(problem):
+        if problem.deterministic and problem.bias_is_shared:
             return "deterministic=True with a broadcast bias: its gradient is added up in no fixed order"
     return None
-
-
-def _bias_is_broadcast(problem: Problem) -> bool:
-    """Whether several logits share an element of the bias, so that its gradient there is a sum."""
-    if problem.bias is None or problem.bias_shape is None:
-        return False
-    return (1,) * (4 - len(problem.bias_shape)) + tuple(problem.bias_shape) != problem.bias.shape
 
 
 def _pages_shared(problem: Problem) -> bool:
@@ -351,7 +344,7 @@ def run_backward(plan: Plan, problem: Problem) -> Gradients:
     dbias_kind, dbias_array = "", zeros((1, 1, 1, 1, 1), real)
     if problem.bias is not None:
         shape = (1,) * (4 - len(problem.bias_shape)) + tuple(problem.bias_shape)
-        dbias_kind = "add" if _bias_is_broadcast(problem) else "store"
+        dbias_kind = "add" if problem.bias_is_shared else "store"
         # Long sums: in float64, and in copies that are added at the end, which keeps digits and the atomic additions apart.
         copies = max(1, min(1024, SUM_ELEMENTS // max(1, math.prod(shape)))) if dbias_kind == "add" else 1
         dbias_array = zeros((copies, *shape), np.float64 if dbias_kind == "add" else real)

@@ -63,8 +63,10 @@ template <int MASK, int SCORE, class Real> struct Pairs {
                     differentiate(
                         s[r / 2][nt][r % 2 * 2 + c], dp[r / 2][nt][r % 2 * 2 + c], at, j + key, seen, bias[nt][c], numbers[r], [&](T ds) {
                             if constexpr (Arrays::BIASED) {
-                                if (dbias_gmem && row < rows)
-                                    static_cast<Bias*>(dbias_gmem)[row * p.dbias_stride.row + (j + key) * p.dbias_stride.column] = Bias(ds);
+                                if (!dbias_gmem || row >= rows) return;
+                                const i64 place = row * p.dbias_stride.row + (j + key) * p.dbias_stride.column;
+                                if (p.shared) add_gmem(static_cast<double*>(dbias_gmem) + place, double(ds));
+                                else static_cast<Bias*>(dbias_gmem)[place] = Bias(ds);
                             }
                         });
                 }

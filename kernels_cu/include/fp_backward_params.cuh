@@ -7,7 +7,7 @@ struct FpBackwardParams : PrefillParams {  // out and lse are those of the forwa
     const void* dout;     // (batch, q_rows, heads_q, head_dim_v); packed sequences as in PrefillParams
     const void* dlse;     // (batch, heads_q, q_rows), or null
     void *dq, *dk, *dv;   // shapes of q, k and v
-    void* dbias;          // the bias's shape, 0 before; or null
+    void* dbias;          // the bias's shape, 0 before; or null. In float64 with strides of 0 where it is `shared`
     // Of each row, (batch, heads_q, q_rows), packed (heads_q, q_rows). The weight of a key is 2^((x - base) * unit) * inverse, with
     // logits x of which 1 is `unit` in log2 units. A row that sees nothing has inverse 0.
     void *row_base, *row_inverse;
@@ -17,6 +17,7 @@ struct FpBackwardParams : PrefillParams {  // out and lse are those of the forwa
     double factor;        // of dq and dk: the scale
     i32 dq_vector, keys_vector;  // rows of dq, of dk and dv, can be written 16 bytes at a time
     i32 trusted;          // out is of the type that is computed in
+    i32 shared;           // logits share elements of the bias, to whose gradient all of them add
     i32 longest;          // rows of a sequence that have statistics: all, unless somebody gave a max_seqlen_q that is too small
 };
 

@@ -108,6 +108,10 @@ __device__ __forceinline__ void add_gmem(float* gmem, float x) {
     asm volatile("red.global.add.f32 [%0], %1;" ::"l"(gmem), "f"(x) : "memory");
 }
 
+__device__ __forceinline__ void add_gmem(double* gmem, double x) {
+    asm volatile("red.global.add.f64 [%0], %1;" ::"l"(gmem), "d"(x) : "memory");
+}
+
 __device__ __forceinline__ void add_gmem(float* gmem, float x, float y) {
 #if CUFLASH_ARCH >= 900
     asm volatile("red.global.add.v2.f32 [%0], {%1, %2};" ::"l"(gmem), "f"(x), "f"(y) : "memory");

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 from cuflash import arrays, structs
 from cuflash.backends import cuda_backward_fp
@@ -23,6 +25,12 @@ def prepare(emulator: Emulator, chosen: cuda_backward_fp.Instance, info: DeviceI
         emulator.prepare_source(source, "FpBackwardParams", code_path(chosen, info))
 
 
+def repeated(a: ArrayView, shape: tuple[int, ...]) -> ArrayView:
+    """The array broadcast to a shape, by strides of 0."""
+    seen = np.broadcast_to(a.array, shape)
+    return dataclasses.replace(a, shape=seen.shape, strides=seen.strides, array=seen)
+
+
 def run(
     emulator: Emulator, problem: Problem, info: DeviceInfo, chosen: cuda_backward_fp.Instance | None = None, side: Side = "end",
 ) -> Gradients:
@@ -35,7 +43,7 @@ def run(
     small |= {name: Guarded(getattr(problem, name), side) for name in problem.indices_on_device}
     found = {f"d{name}": np.full(getattr(problem, name).shape, np.nan, problem.q.dtype) for name in "qkv"}
     if problem.bias is not None:
-        found["dbias"] = np.zeros(problem.bias.shape, problem.bias.dtype)
+        found["dbias"] = np.zeros(problem.bias_shape, cuda_backward_fp.dbias_dtype(problem))
     parts = {
         name: np.full(problem.lse_shape, 0 if name == "row_sink" else np.nan, problem.compute_dtype)
         for name in cuda_backward_fp.work_sizes(problem)
@@ -47,7 +55,10 @@ def run(
     results = {name: Guarded(arrays.view(a, name), side, writable=True) for name, a in found.items()}
     work = {name: Guarded(arrays.view(a, name), side, writable=True) for name, a in parts.items()}
     moved = problem.replace(**{name: a.view for name, a in inputs.items()})
-    given = [{name: a.view for name, a in results.items()}, *({name: a.view.pointer for name, a in m.items()} for m in (small, work))]
+    gradients = {name: a.view for name, a in results.items()}
+    if problem.bias is not None:
+        gradients["dbias"] = repeated(gradients["dbias"], problem.bias.shape)
+    given = [gradients, *({name: a.view.pointer for name, a in m.items()} for m in (small, work))]
     for of_keys, source, grid, threads, shared in cuda_backward_fp.kernels(problem, chosen):
         params = cuda_backward_fp.pack(moved, chosen, of_keys, info, *given)
         library = emulator.prepare_source(source, "FpBackwardParams", code_path(chosen, info)).result()
@@ -61,4 +72,6 @@ def run(
     if problem.sinks is not None:
         shares = parts["row_sink"].astype(np.float64)
         dsinks = shares.sum(axis=1 if problem.varlen else (0, 2)).astype(problem.compute_dtype)
+    if problem.bias is not None:
+        found["dbias"] = found["dbias"].astype(problem.bias.dtype)
     return Gradients(**found, dsinks=dsinks)

@@ -158,6 +158,7 @@ void ld_global_nc_v4_b32(b32& x, b32& y, b32& z, b32& w, const void* from);
 void ld_global_cg_v2_f32(float& x, float& y, const void* from);
 void ld_global_cg_v4_f32(float& x, float& y, float& z, float& w, const void* from);
 void red_global_add_f32(float* to, float x);
+void red_global_add_f64(double* to, double x);
 void red_global_add_v2_f32(float* to, float x, float y);
 void atom_acq_rel_gpu_global_inc_u32(b32& before, void* counter, b32 last);
 void st_release_gpu_global_u32(void* to, b32 x);

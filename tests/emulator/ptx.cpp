@@ -84,6 +84,10 @@ void red_global_add_f32(float* to, float x) {
     read_global(to, 4, "red.global");
     *to += x;
 }
+void red_global_add_f64(double* to, double x) {
+    read_global(to, 8, "red.global");
+    *to += x;
+}
 void red_global_add_v2_f32(float* to, float x, float y) {
     read_global(to, 8, "red.global");
     to[0] += x, to[1] += y;
