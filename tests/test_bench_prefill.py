@@ -17,6 +17,8 @@ from cuflash.problem import build_attention
 
 ROOT = Path(__file__).resolve().parent.parent
 
+ENVIRONMENT = {"card": "a card", "driver_cuda": 13000, "runtime_cuda": 13000, "commit": "abc", "versions": {"numpy": "2"}}
+
 
 def result(tflops: float, ratio: float) -> dict:
     peer = {"ms": 1.0, "tflops": tflops / ratio, "ratio": ratio, "lower": ratio - 0.01}
@@ -47,6 +49,12 @@ def test_backward_refuses_gradients_that_differ():
     backward.check(same, want)
     with pytest.raises(RuntimeError, match="its dv differs from cuflash's by 2 of the largest"):
         backward.check((*same[:2], (-want[2]).astype(BF16)), want)
+
+
+def test_backward_tells_what_a_fixed_order_costs():
+    found = {"bfloat16 a": result(300, 1.0) | {"deterministic": {"cost": 1.04, "upper": 1.06}}}
+    text = backward.markdown({"environment": ENVIRONMENT, "results": found})
+    assert "| bfloat16 a | 1.040 (1.060) |" in text
 
 
 def test_summary_is_of_ratios():
@@ -112,9 +120,8 @@ def test_errors_are_against_the_right_values():
 
 
 def test_tables_go_between_their_markers(tmp_path):
-    environment = {"card": "a card", "driver_cuda": 13000, "runtime_cuda": 13000, "commit": "abc", "versions": {"numpy": "2"}}
     rows = {"bfloat16 D64 N512 full": result(300, 1.25), "float16 D64 N512 full": {**result(300, 1.25), "failed": {"FA3": "no such dtype"}}}
-    text = prefill.markdown({"environment": environment, "results": rows})
+    text = prefill.markdown({"environment": ENVIRONMENT, "results": rows})
     assert "| bfloat16 D64 N512 full | 300 | 240: 1.25 (1.24) |" in text and "FA3 in float16 (no such dtype)." in text
     name = prefill.marker(rows)
     begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
@@ -167,10 +174,9 @@ def test_what_flash_attention_3_has_no_call_for_is_not_asked_of_it(monkeypatch):
 
 
 def test_the_table_of_variants_says_what_is_left_to_other_kernels():
-    environment = {"card": "a card", "driver_cuda": 13000, "runtime_cuda": 13000, "commit": "abc", "versions": {"numpy": "2"}}
     row = {"ms": 2.0, "cost": 1.01, "upper": 1.02, "limit": 1.03, "failed": {"FA3": "no"}}
     row["beside"] = {"fa2": {"ms": 3.0, "ratio": 1.5, "lower": 1.4}}
-    text = variants.markdown({"environment": environment, "results": {"a": row, "b": {"declined": "it has no b", "limit": 1.0}}})
+    text = variants.markdown({"environment": ENVIRONMENT, "results": {"a": row, "b": {"declined": "it has no b", "limit": 1.0}}})
     assert "| a | 2.000 | 1.01 (1.02) | 1.03 | 3.000: 1.50 (1.40) |" in text
     assert "b (it has no b)." in text and "FA3 for a (no)." in text
 

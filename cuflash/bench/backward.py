@@ -4,13 +4,14 @@
 
 cuflash and the peers take turns on the same inputs, in an order by chance; gradients are compared first. A turn is some calls in a row,
 whose time on the GPU counts (autograd has the forward pass done before), but for JAX, whose calls the wall times: it has a stream of its
-own. TFLOP/s count useful work, 10 B H N N D, half of it when causal: five products, all launches of a call in the time. Ratios and their
-bounds are those of ``bench prefill``.
+own. With deterministic=True, cuflash takes part a second time. TFLOP/s count useful work, 10 B H N N D, half of it when causal: five
+products, all launches of a call in the time. Ratios and their bounds are those of ``bench prefill``.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib
 import importlib.util
 import itertools
@@ -132,14 +133,17 @@ def measure(shape: prefill.Shape, kernel: str, peers: dict[str, tuple[Callable[.
     dout = cupy.random.default_rng(2).standard_normal(arrays[0].shape, np.float32).astype(DTYPES[shape.dtype])
     out, lse = cuflash.attention(*arrays, causal=shape.causal, return_lse=True)
 
-    def ours() -> Any:
-        g = cuflash.attention_backward(dout, *arrays, out, lse, causal=shape.causal, kernel=kernel, backend="cuda")
+    def ours(deterministic: bool) -> Any:
+        options: dict[str, Any] = {"causal": shape.causal, "deterministic": deterministic, "kernel": kernel, "backend": "cuda"}
+        g = cuflash.attention_backward(dout, *arrays, out, lse, **options)
         return g.dq, g.dk, g.dv
 
-    expected = [g.astype(np.float32) for g in ours()]
-    once = Side(ours, 1)
+    plain, in_order = functools.partial(ours, False), functools.partial(ours, True)
+    expected = [g.astype(np.float32) for g in plain()]
+    check(in_order(), expected)
+    once = Side(plain, 1)
     copies = max(2, min(20, int(SECONDS_A_TURN / min(once.seconds() for _ in range(3)))))
-    sides: dict[str, Side] = {"cuflash": Side(ours, copies)}
+    sides: dict[str, Side] = {"cuflash": Side(plain, copies), "deterministic": Side(in_order, copies)}
     row: dict[str, Any] = {"kernel": kernel, "peers": {}, "failed": {}}
     for name, (prepare, kind) in peers.items():
         try:
@@ -150,6 +154,7 @@ def measure(shape: prefill.Shape, kernel: str, peers: dict[str, tuple[Callable[.
             row["failed"][name] = prefill.refusal(error)
     times = prefill.take_turns(sides, TURNS)  # type: ignore[arg-type]
     mine = times.pop("cuflash")
+    row["deterministic"] = report.cost(times.pop("deterministic"), mine)
     for name, theirs in times.items():
         row["peers"][name] = prefill.speed(flops(shape), theirs) | report.ratio(theirs, mine)
     if times:
@@ -169,6 +174,13 @@ def check(found: tuple[Any, ...], expected: list[Any]) -> None:
         difference = float(abs(result.astype(np.float32) - want).max() / abs(want).max())
         if not difference <= 4 * prefill.tolerance(result.dtype):
             raise RuntimeError(f"its {name} differs from cuflash's by {difference:.2g} of the largest element")
+
+
+def markdown(found: dict[str, Any]) -> str:
+    """The tables of docs/performance.md."""
+    costs = [(name, f"{r['deterministic']['cost']:.3f} ({r['deterministic']['upper']:.3f})") for name, r in found["results"].items()]
+    own = report.markdown_table(("case", "time with deterministic=True / without (upper bound)"), costs)
+    return prefill.markdown(found) + "\n" + "\n".join(own) + "\n"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -193,7 +205,7 @@ def run(arguments: argparse.Namespace) -> str:
         found["summary"] = prefill.summary(found["results"])
         if arguments.json:
             report.write_json(arguments.json, found)
-    text = prefill.markdown(found)
+    text = markdown(found)
     if arguments.markdown:
         report.write_markdown(arguments.markdown, f"backward tables of {arguments.kernel}", text)
     return text
