@@ -142,7 +142,7 @@ class Follower:
         at = addresses[: len(self._places)]
         if at == self._at:
             return
-        self._at = ()
+        self._at = ()  # if the driver refuses one, some have moved and some have not: the next call moves them all
         for place, address in zip(self._places, at, strict=True):
             self._address.value = address
             if status := self._move(place, self._address):
@@ -167,4 +167,5 @@ def _function(name: str) -> Any:
 
 def _check(status: int, address: int) -> None:
     if status != 0:
-        raise ValueError(f"no tensor map of an array at {address:#x}: {driver.error(status)}; it is a multiple of 16 on a device")
+        must = "the address must be one on a device, a multiple of 16"
+        raise ValueError(f"no tensor map of an array at {address:#x}: {driver.error(status)}; {must}")

@@ -21,7 +21,7 @@ class Fa3Tile(NamedTuple):
     turns : bool
         Warpgroups start products in turn, so that one has its softmax while the others multiply.
     one_wait : bool
-        Softmax comes when both products of a step are there; else while the values' still runs.
+        Softmax comes when both products of a step are there; else while the values' still runs. Two warpgroups that take turns cannot.
     """
 
     warpgroups: int
@@ -63,17 +63,19 @@ class Choice(NamedTuple):
 # By the larger padded head size. A thread holds, of two query rows, N / 2 scores, N / 4 registers of weights and DV / 2 of O: it has 232
 # registers of two warpgroups, 160 of three, 112 of four. More rows of a block read K and V less often, and more warpgroups have more to do
 # while one of them waits.
-_FOUR = Fa3Tile(4, 64, 4, one_wait=True)
-_THREE, _APART, _OF_256 = Fa3Tile(3, 64, 4), Fa3Tile(3, 64, 4, False), Fa3Tile(2, 64)
-_OF_96, _OF_128, _OF_192 = Fa3Tile(3, 80, 3), Fa3Tile(3, 80, 3, False), Fa3Tile(2, 96)
+#
+# They are called by warpgroups x keys; FREE: without turns.
+_2X64, _2X96 = Fa3Tile(2, 64), Fa3Tile(2, 96)
+_3X64, _3X64_FREE, _3X80, _3X80_FREE = Fa3Tile(3, 64, 4), Fa3Tile(3, 64, 4, False), Fa3Tile(3, 80, 3), Fa3Tile(3, 80, 3, False)
+_4X64 = Fa3Tile(4, 64, 4, one_wait=True)
 PREFILL_FA3: dict[int, Choice] = {
-    32: Choice({0: _FOUR}, {0: _FOUR}, {0: _FOUR}, {0: _THREE}),
-    64: Choice({0: _FOUR, 1500: Fa3Tile(3, 128, 2, False)}, {0: _FOUR}, {0: _FOUR}, {0: _THREE}),
-    96: Choice({0: _OF_96}, {0: _OF_96}, {0: _THREE}, {0: _THREE}),
-    128: Choice({0: Fa3Tile(2, 128), 1500: _OF_128}, {0: _APART, 1500: _OF_128}, {0: _APART}, {0: _APART}),
-    160: Choice({0: _OF_192}, {0: _OF_192}, {0: _OF_192}, {0: Fa3Tile(2, 64, 3)}),
-    192: Choice({0: _OF_192}, {0: _OF_192}, {0: _OF_192}, {0: Fa3Tile(2, 64, 3)}),
-    256: Choice({0: _OF_256}, {0: _OF_256}, {0: _OF_256}, {0: Fa3Tile(2, 32, 4)}),
+    32: Choice({0: _4X64}, {0: _4X64}, {0: _4X64}, {0: _3X64}),
+    64: Choice({0: _4X64, 1500: Fa3Tile(3, 128, 2, False)}, {0: _4X64}, {0: _4X64}, {0: _3X64}),
+    96: Choice({0: _3X80}, {0: _3X80}, {0: _3X64}, {0: _3X64}),
+    128: Choice({0: Fa3Tile(2, 128), 1500: _3X80_FREE}, {0: _3X64_FREE, 1500: _3X80_FREE}, {0: _3X64_FREE}, {0: _3X64_FREE}),
+    160: Choice({0: _2X96}, {0: _2X96}, {0: _2X96}, {0: Fa3Tile(2, 64, 3)}),
+    192: Choice({0: _2X96}, {0: _2X96}, {0: _2X96}, {0: Fa3Tile(2, 64, 3)}),
+    256: Choice({0: _2X64}, {0: _2X64}, {0: _2X64}, {0: Fa3Tile(2, 32, 4)}),
 }
 NARROW_VALUES = {0: Fa3Tile(2, 112)}  # of heads of 192 with values of at most 128
 

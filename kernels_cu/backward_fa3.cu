@@ -2,10 +2,6 @@
 // memory, and warps that only load. After Shah et al. 2024, FlashAttention-3; recomputation from the log-sum-exp as in Dao et al. 2022.
 #include "include/backward_finish.cuh"
 
-template <int STAGES_, int BYTES, int BARRIERS> struct Stages {
-    static constexpr int STAGES = STAGES_, STAGE_BYTES = BYTES, BARRIERS_SMEM = BARRIERS;
-};
-
 // M: queries of a step. A block has 128 keys, 64 of each of two warpgroups; or, where heads are WIDE, 64 keys of both.
 // IN_ORDER: tiles of keys add to dQ one after the other, so that every run gives the same bits.
 template <class In_, int DQK_, int DV_, int M_, int STAGES, int MASK_, bool IN_ORDER_> struct BackwardFa3 {

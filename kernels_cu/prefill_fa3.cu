@@ -2,10 +2,6 @@
 #include "include/fa3_finish.cuh"
 #include "include/fa3_load.cuh"
 
-template <int STAGES_, int BYTES, int BARRIERS> struct Stages {
-    static constexpr int STAGES = STAGES_, STAGE_BYTES = BYTES, BARRIERS_SMEM = BARRIERS;
-};
-
 template <
     class In_, class Out_, int DQK_, int DV_, int WARPGROUPS_, int N_, int STAGES_, bool TURNS_, bool ONE_WAIT_, int MASK_, int SCORE_,
     int PAGE_ROWS_ = 0, bool FLAT_ = false, bool PACKED_ = false>
@@ -17,12 +13,15 @@ struct PrefillFa3 {
     static constexpr int PAGE_ROWS = PAGE_ROWS_;  // rows of a box: page sizes are multiples of it; 0: there are no pages
     static_assert(PAGE_ROWS == 0 || (PAGE_ROWS % 16 == 0 && N % PAGE_ROWS == 0), "");
     static constexpr bool TURNS = TURNS_, ONE_WAIT = ONE_WAIT_, FLAT = FLAT_;
+    // Of two warpgroups each hands its turn over when its scores are there, which ONE_WAIT does not wait for: it would keep it for ever.
+    static_assert(!(TURNS && ONE_WAIT) || WARPGROUPS > 2, "");
     static constexpr bool PACKED = PACKED_;  // rows are (query, head) of a group, see group_shift()
     static constexpr bool CUTS = MASK != MASK_LENGTH;  // rows of a block may see different keys
     static constexpr int THREADS = 128 * (WARPGROUPS + 1);
-    static constexpr bool SPARES = WARPGROUPS == 3 && PAGE_ROWS > 0;  // those who load pages need some more
-    static constexpr int REGISTERS = WARPGROUPS == 4 ? 112 : SPARES ? 152 : WARPGROUPS == 3 ? 160 : 232;
-    static constexpr int LOADER_REGISTERS = SPARES ? 56 : WARPGROUPS == 2 ? 40 : 32;
+    // Of a thread that computes, and of one that loads. Loading pages takes some more: of three warpgroups each thread gives 8 up for it.
+    static constexpr bool GIVE_TO_LOADERS = WARPGROUPS == 3 && PAGE_ROWS > 0;
+    static constexpr int REGISTERS = WARPGROUPS == 4 ? 112 : GIVE_TO_LOADERS ? 152 : WARPGROUPS == 3 ? 160 : 232;
+    static constexpr int LOADER_REGISTERS = GIVE_TO_LOADERS ? 56 : WARPGROUPS == 2 ? 40 : 32;
     using QTile = SmemTile<64, (DQK + 63) / 64 * 64>;  // of a warpgroup
     using KTile = SmemTile<N, (DQK + 63) / 64 * 64>;
     using VTile = SmemTile<N, (DV + 63) / 64 * 64>;

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 import calls
@@ -75,6 +75,15 @@ def of_arrays(name: str, gpu: device.DeviceInfo, arrays: Callable[[], tuple[np.n
         return problems.with_outputs(plain, out, lse, True, "BSHD", 4)[0], check
 
     return Run(f"{name}-{gpu.name}", gpu, build)
+
+
+def by_name(*generators: Iterable[Run]) -> dict[str, Run]:
+    """Runs by their names, which must differ: of two with the same name only one would be tested."""
+    found: dict[str, Run] = {}
+    for run in itertools.chain(*generators):
+        assert run.name not in found, run.name
+        found[run.name] = run
+    return found
 
 
 # ---- every tile of the tables -------------------------------------------------------------------------------------------
@@ -329,11 +338,7 @@ def hard_runs() -> Iterator[Run]:
     yield of_arrays("beside-rows-without-keys", H200, lambda: distant_logits(F16, 2000), causal=True, scale=100.0)
 
 
-RUNS = {
-    run.name: run
-    for runs in (tile_runs(), paged_tile_runs(), softcap_tile_runs(), array_tile_runs(), kind_runs(), hard_runs())
-    for run in runs
-}
+RUNS = by_name(tile_runs(), paged_tile_runs(), softcap_tile_runs(), array_tile_runs(), kind_runs(), hard_runs())
 
 
 # ---- the test -----------------------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import math
 import struct
 from collections.abc import Iterator
@@ -25,6 +26,7 @@ BOX_COLUMNS = 64  # of a box: rows of 128 bytes, the widest swizzle
 WARPGROUP_ROWS = 64
 LEAST_PAGE_ROWS = 16  # of a box of keys
 MOST_USED = (64, 128, 256)  # head sizes
+BATCH = "entries of the batch"  # what the first axis of an array counts that has no pages
 LARGEST_TILES = LARGEST_GRID - (1 << 16)  # a block's next tile is numbered from the tiles on by the blocks, all in 32 bits
 
 
@@ -103,16 +105,18 @@ def why_not_on(info: DeviceInfo) -> str | None:
 
 def why_no_maps(problem: Problem) -> str | None:
     """Which array there is no tensor map of, and why, in words; or None."""
-    return next(filter(None, (why_no_map(name, a) for name, a in (("q", problem.q), ("k", problem.k), ("v", problem.v)))), None)
+    of_keys = "pages" if problem.paged else BATCH
+    arrays = ("q", problem.q, BATCH), ("k", problem.k, of_keys), ("v", problem.v, of_keys)
+    return next(filter(None, itertools.starmap(why_no_map, arrays)), None)
 
 
-def why_no_map(name: str, a: ArrayView) -> str | None:
-    """Why there is no tensor map of an array, in words; or None."""
+def why_no_map(name: str, a: ArrayView, first_axis: str = BATCH) -> str | None:
+    """Why there is no tensor map of an array, in words, which call its first axis so; or None."""
     if 0 in a.shape:
         return f"{name} has no elements, and it loads boxes of them; kernel='fa2' takes such arrays"
     if a.shape[-1] > 1 and a.strides[-1] != a.dtype.itemsize:
         return f"{name}: columns {a.strides[-1]} bytes apart, and it loads boxes of neighbours; kernel='fa2' takes any strides"
-    for axis, n, stride in zip(("entries of the batch", "rows", "heads")[-len(a.shape) + 1 :], a.shape, a.strides, strict=False):
+    for axis, n, stride in zip((first_axis, "rows", "heads")[-len(a.shape) + 1 :], a.shape, a.strides, strict=False):
         if n > 1 and (stride <= 0 or stride % 16):
             why = "it loads boxes, whose strides are positive multiples of 16"
             return f"{name}: {axis} {stride} bytes apart, and {why}; kernel='fa2' takes any strides"

@@ -1,29 +1,7 @@
 // The warps of a block of backward_fa3.cu that load: keys and values, then tiles of queries and of dO with what is known of their rows.
 #include "include/backward_tile.cuh"
-#include "include/layout.cuh"
+#include "include/boxes.cuh"
 #include "include/ptx.cuh"
-
-// The rows from `row` on into a tile of shared memory, in boxes of 64 columns; they complete on the barrier.
-template <class Tile>
-__device__ __forceinline__ void load_rows(u32 smem, const TensorMap& map, int row, int head, int batch, u32 barrier_smem) {
-#pragma unroll
-    for (int block = 0; block < Tile::BLOCKS; ++block)
-        copy_box(smem + block * Tile::BLOCK_BYTES, map, barrier_smem, block * Tile::BLOCK, row, head, batch);
-}
-
-// By a warp: 0 into rows of a tile outside begin..end - 1, where other things may be: 0 * x is NaN where x is not finite.
-template <class Tile> __device__ __forceinline__ void clear_outside(u32 smem, int begin, int end) {
-#pragma unroll 1
-    for (int i = thread_index() % 32; i < Tile::ROWS * Tile::CHUNKS; i += 32) {
-        const int row = i / Tile::CHUNKS;
-        if (row >= begin && row < end) continue;
-#pragma unroll
-        for (int block = 0; block < Tile::BLOCKS; ++block)
-            store_smem(smem + block * Tile::BLOCK_BYTES + Tile::offset(row, i % Tile::CHUNKS), make_uint4(0, 0, 0, 0));
-    }
-    async_proxy_fence();
-    __syncwarp();
-}
 
 // By a warp: a tile of rows of one head into a stage, and its numbers of each row. Rows outside begin..end - 1 of the tile become 0, if
 // `clear`; `tail` is a barrier of the warp's own for what is not yet as it should be.
@@ -34,13 +12,13 @@ template <class Tile, class Stages, class Tail> __device__ __forceinline__ void 
     const u32 barrier = clear ? tail.full() : stages.full();
     if (thread_index() % 32 == 0) {
         mbarrier_expect(barrier, Tile::BYTES + Tile::ROWS * 4);
-        load_rows<Tile>(stages.stage_smem(), map, row, head, batch, barrier);
+        load_boxes<Tile>(stages.stage_smem(), map, row, head, batch, barrier);
         copy_bytes(numbers_smem + stages.stage * Tile::ROWS * 4, numbers, Tile::ROWS * 4, barrier);
     }
     if (!clear) return;
     tail.wait_full();
     tail.advance();
-    clear_outside<Tile>(stages.stage_smem(), begin, end);
+    clear_outside<Tile>(thread_index() % 32, stages.stage_smem(), begin, end);
     if (thread_index() % 32 == 0) mbarrier_arrive(stages.full());
 }
 
@@ -56,12 +34,12 @@ template <class C, class Tile> __device__ __forceinline__ void load_keys(
     stage.wait_empty();
     if (lead) {
         mbarrier_expect(barrier, Tile::BYTES);
-        load_rows<Tile>(smem, map, seq.k_begin + keys.key, keys.head, p.backward.prefill.cu_seqlens_k ? 0 : keys.batch, barrier);
+        load_boxes<Tile>(smem, map, seq.k_begin + keys.key, keys.head, p.backward.prefill.cu_seqlens_k ? 0 : keys.batch, barrier);
     }
     if (!clear) return;
     tail.wait_full();
     tail.advance();
-    clear_outside<Tile>(smem, seq.kv_start - keys.key, seq.kv_length - keys.key);
+    clear_outside<Tile>(thread_index() % 32, smem, seq.kv_start - keys.key, seq.kv_length - keys.key);
     if (lead) mbarrier_arrive(stage.full());
 }
 

@@ -13,8 +13,8 @@ template <class C> __device__ __forceinline__ void normalize(Warpgroup<C>& g, co
     }
 }
 
-// So many numbers further. HERE: by an addition here and now, as multiples of strides, worked out ahead, would take uniform registers from
-// the loop over keys.
+// A pointer so many numbers further. Left to itself the compiler works multiples of strides out once, before the loop over keys, and keeps
+// them through it in uniform registers that the loop needs. HERE: the addition is opaque to it, and made here and now.
 template <bool HERE> __device__ __forceinline__ u16* further(u16* from, i64 numbers) {
     if constexpr (!HERE) return from + numbers;
     i64 bytes = 2 * numbers;
@@ -22,22 +22,22 @@ template <bool HERE> __device__ __forceinline__ u16* further(u16* from, i64 numb
     return reinterpret_cast<u16*>(reinterpret_cast<u64>(from) + bytes);
 }
 
-// Through shared memory, so that eight lanes write 128 neighbouring bytes of a row, 16 bytes each; see why_not_out in cuda_fa3.py. Whether
-// a number is not finite that must perhaps be, see repair().
+// Results to memory, by way of shared memory, so that eight lanes write 128 neighbouring bytes of a row, 16 bytes each: out allows that, or
+// cuda_fa3.py declines (why_not_out). Returns whether the lane may hold a result that is not finite, for repair() to see to.
 template <class C> __device__ __forceinline__ bool store(const Warpgroup<C>& g, const QueryTile<C>& tile, u32 smem) {
     const PrefillParams& p = g.p;
     const int thread = thread_index();
-    const int lane = thread % 32, piece = lane % 8, first_row = thread % 128 / 32 * 16, first = g.first_query(tile);
+    const int lane = thread % 32, piece = lane % 8, first_row = thread % 128 / 32 * 16, first_query = g.first_query(tile);
     const auto here = [&](int query) { return u32(query) < u32(tile.seq.q_length); };
     using Tile = typename C::OutTile;
     const u32 out_smem = smem + C::OUT_SMEM + (thread / 32 - 4) * Tile::BYTES;
     const auto row_of = [&](int i) { return first_row + lane / 8 + 4 * i; };
     const auto out = [&](int i) {
         return static_cast<u16*>(p.out) + tile.batch * p.out_stride.batch + tile.query_head(p, row_of(i)) * p.out_stride.head +
-            (tile.seq.q_begin + tile.query(p, first, row_of(i))) * p.out_stride.row + 8 * piece;
+            (tile.seq.q_begin + tile.query(p, first_query, row_of(i))) * p.out_stride.row + 8 * piece;
     };
     u16* const first_out = out(0);
-    float product = 1.0f;  // of pairs, summed up: finite if all numbers are
+    float product = 1.0f;  // sum of products of two: not finite if a number is not, nor where such a product is too large, which is rare
 #pragma unroll
     for (int column = 0; column < C::DV; column += 64) {
 #pragma unroll
@@ -60,7 +60,7 @@ template <class C> __device__ __forceinline__ bool store(const Warpgroup<C>& g, 
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             if (C::PACKED && i > 0) to = out(i);
-            const bool there = here(tile.query(p, first, row_of(i))) && column + 8 * piece < p.head_dim_v;
+            const bool there = here(tile.query(p, first_query, row_of(i))) && column + 8 * piece < p.head_dim_v;
             if (there) *reinterpret_cast<uint4*>(to + column) = x[i];
             to = further<C::DV <= 128>(to, 4 * p.out_stride.row);
         }
@@ -69,7 +69,7 @@ template <class C> __device__ __forceinline__ bool store(const Warpgroup<C>& g, 
     if (p.lse && lane % 4 == 0) {
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            const int row = g.own_row() + 8 * r, query = tile.query(p, first, row);
+            const int row = g.own_row() + 8 * r, query = tile.query(p, first_query, row);
             const i64 head = tile.batch * p.lse_stride.batch + tile.query_head(p, row) * p.lse_stride.head;
             const i64 at = head + (tile.seq.q_begin + query) * p.lse_stride.row;
             if (here(query)) p.lse[at] = g.state.finish(g.state.reference[r], g.state.sum[r]);

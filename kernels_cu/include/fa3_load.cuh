@@ -1,13 +1,6 @@
 // The warps of a block of prefill_fa3.cu that load: queries, keys and values come in boxes of tensor maps, 64 columns wide.
+#include "include/boxes.cuh"
 #include "include/fa3_tile.cuh"
-
-// The rows from `row` on into a tile of shared memory; they complete on the barrier.
-template <class Tile>
-__device__ __forceinline__ void load_boxes(u32 smem, const TensorMap& map, int row, int head, int batch, u32 barrier_smem) {
-#pragma unroll
-    for (int block = 0; block < Tile::BLOCKS; ++block)
-        copy_box(smem + block * Tile::BLOCK_BYTES, map, barrier_smem, block * Tile::BLOCK, row, head, batch);
-}
 
 // Tile n of keys, or of values, of those of a tile of queries; `head` is theirs. With pages, it comes in boxes of PAGE_ROWS rows, all of
 // which are in one page; keys of which there are none come as 0. BAD: what the numbers of keys become whose page does not exist, as bits of
@@ -67,12 +60,12 @@ template <class C> __device__ __forceinline__ void load_queries(const Fa3Params&
         const QueryTile<C> tile = slots.read(p.prefill);
         if (tile.batch < 0) break;
         slots.done();
-        if (tile.last < tile.first) continue;
+        if (tile.sees_none()) continue;
         const int batch = p.prefill.cu_seqlens_q ? 0 : tile.batch;
         for (int w = 0; w < C::WARPGROUPS; ++w) {
             queries.wait_empty();
             if (thread_index() % 32 == 0) {
-                const int row = tile.seq.q_begin + tile.query(p.prefill, tile.row, 64 * w);
+                const int row = tile.seq.q_begin + tile.query(p.prefill, tile.first_query, 64 * w);
                 mbarrier_expect(queries.full(), Q::BYTES);
                 if constexpr (C::PACKED) {
 #pragma unroll
@@ -98,7 +91,7 @@ template <class C> __device__ __forceinline__ void load_keys(const Fa3Params& p,
         if (tile.batch < 0) break;
         slots.done();
         const int head = tile.key_head(p.prefill);
-        for (int n = tile.last; n >= tile.first; --n) {
+        for (int n = tile.last_keys; n >= tile.first_keys; --n) {
             keys.wait_empty();
             if (lead) load_tile<C, typename C::KTile, 0x7fff7fff>(p, p.k_map, tile, head, n, keys.stage_smem(), keys.full());
             keys.advance();
@@ -120,7 +113,7 @@ template <class C> __device__ __forceinline__ void load_values(const Fa3Params& 
         slots.done();
         const int head = tile.key_head(p.prefill);
         const bool goes_on = C::PAGE_ROWS > 0 || tile.seq.k_begin + tile.seq.kv_length < p.prefill.k_rows;
-        for (int n = tile.last; n >= tile.first; --n) {
+        for (int n = tile.last_keys; n >= tile.first_keys; --n) {
             const int begin = tile.seq.kv_start - n * C::N, end = tile.seq.kv_length - n * C::N;  // rows of the tile: the sequence's
             const bool clear = begin > 0 || (goes_on && end < C::N);
             values.wait_empty();
@@ -128,16 +121,7 @@ template <class C> __device__ __forceinline__ void load_values(const Fa3Params& 
             if (clear) {
                 tail.wait_full();
                 tail.advance();
-#pragma unroll 1
-                for (int i = lane; i < C::N * V::CHUNKS; i += 32) {
-                    const int row = i / V::CHUNKS;
-                    if (row >= begin && row < end) continue;
-#pragma unroll
-                    for (int block = 0; block < V::BLOCKS; ++block)
-                        store_smem(values.stage_smem() + block * V::BLOCK_BYTES + V::offset(row, i % V::CHUNKS), make_uint4(0, 0, 0, 0));
-                }
-                async_proxy_fence();
-                __syncwarp();
+                clear_outside<V>(lane, values.stage_smem(), begin, end);
                 if (lane == 0) mbarrier_arrive(values.full());
             }
             values.advance();

@@ -1,10 +1,12 @@
-// Rows of prefill_fa3.cu that what they do not see has spoiled: 0 * v is NaN where v is infinite or NaN.
+// Rows of prefill_fa3.cu that a value has spoiled which they do not see: its weight is 0, but 0 * v is NaN where v is infinite or NaN.
 //
-// It happens only in tiles of keys that a mask cuts, as keys outside the sequence are cleared; such a row is computed once more, from
-// memory and slowly. What it sees that is not finite makes it what it is.
+// It happens only in tiles of keys that a mask cuts, where some rows see a key and others do not; values outside the sequence are 0 in
+// shared memory. A row that is not finite is computed once more, from memory and slowly, with the keys alone that it sees: if it sees such
+// a value, it comes out infinite or NaN again. Keys whose own logit is -inf are passed over here, as the reference does; without a mask
+// nothing is repaired, and a value that is not finite spoils a row in which its logit is -inf.
 #include "include/fa3_warpgroup.cuh"
 
-// Number `column` of row `row` of a (batch, head).
+// Number `at` of an array of 16-bit numbers T.
 template <class T> __device__ __forceinline__ float number_at(const void* base, i64 at) {
     return unpack2<T>(static_cast<const u16*>(base)[at]).x;
 }

@@ -9,33 +9,36 @@
 // i % group, and group a power of two. Tiles and places are then counted in queries and groups.
 template <class C> __device__ __forceinline__ int group_shift(const PrefillParams& p) { return C::PACKED ? 31 - __clz(p.group) : 0; }
 
-// M rows of a head, and the tiles of N keys that some of them see: from `last` down to `first`, none if there are no such keys.
+// M rows of a head, and the tiles of N keys that some of them see.
 template <class C> struct QueryTile {
-    int batch, head, row;  // head, or group of heads; the first query, within its sequence; see first_query()
+    int batch, head;  // head, or group of heads
+    int first_query;  // within its sequence; below 0 where the tile begins before it, see first_query_of()
     Sequence seq;
     Visibility<C::MASK> visible;
-    int first, last;
+    int first_keys, last_keys;  // numbers of the tiles of keys, which are gone through from the last to the first
 
-    __device__ __forceinline__ QueryTile(const PrefillParams& p, int batch, int head, int row, const Sequence& seq)
-        : batch(batch), head(head), row(row), seq(seq), visible(p, seq) {
-        const int end = min(row + (C::M >> group_shift<C>(p)), seq.q_length);
-        visible.narrow(visible.of_any(max(row, 0) + seq.position, end - 1 + seq.position));  // those of queries that exist
+    __device__ __forceinline__ QueryTile(const PrefillParams& p, int batch, int head, int first_query, const Sequence& seq)
+        : batch(batch), head(head), first_query(first_query), seq(seq), visible(p, seq) {
+        const int end = min(first_query + (C::M >> group_shift<C>(p)), seq.q_length);
+        visible.narrow(visible.of_any(max(first_query, 0) + seq.position, end - 1 + seq.position));  // those of queries that exist
         const bool none = visible.begin >= visible.end;
-        first = none ? 0 : visible.begin / C::N;
-        last = none ? -1 : (visible.end - 1) / C::N;
+        first_keys = none ? 0 : visible.begin / C::N;
+        last_keys = none ? -1 : (visible.end - 1) / C::N;
     }
 
-    // Of rows that are so many further than the first one of a query: which query, which head.
-    __device__ __forceinline__ int query(const PrefillParams& p, int first, int i) const { return first + (i >> group_shift<C>(p)); }
+    __device__ __forceinline__ bool sees_none() const { return last_keys < first_keys; }
+
+    // Of row i, counted from the first row of a query: which query, or its position if that is given; and which head.
+    __device__ __forceinline__ int query(const PrefillParams& p, int from, int i) const { return from + (i >> group_shift<C>(p)); }
     __device__ __forceinline__ int query_head(const PrefillParams& p, int i) const {
         return C::PACKED ? head * p.group + (i & (p.group - 1)) : head;
     }
     __device__ __forceinline__ int key_head(const PrefillParams& p) const { return C::PACKED ? head : head / p.group; }
 };
 
-// The first query of a tile. Under a mask it is the first tile that reaches beyond its sequence, the shortest one, and not the last; not so
-// where there are fewer tiles than a sequence needs, whose last rows clear_rows.cu writes.
-template <class C> __device__ __forceinline__ int first_query(const PrefillParams& p, int m_tile, const Sequence& seq) {
+// The first query of tile m_tile. Under a mask it is the first tile that reaches beyond its sequence, the shortest one, and not the last;
+// not so where there are fewer tiles than a sequence needs, whose last rows clear_rows.cu writes.
+template <class C> __device__ __forceinline__ int first_query_of(const PrefillParams& p, int m_tile, const Sequence& seq) {
     const int queries = C::M >> group_shift<C>(p);
     const bool whole = C::FLAT || seq.q_length <= i64(p.m_tiles) * queries;
     return m_tile * queries - (C::CUTS && whole ? (queries - seq.q_length % queries) % queries : 0);
@@ -59,7 +62,7 @@ template <class C> __device__ __forceinline__ i64 kv_offset(const PrefillParams&
 template <class C> struct TileSlots : Ring<typename C::SlotStages> {
     // By one thread, when the place is empty.
     __device__ __forceinline__ void put(const PrefillParams& p, const WorkItem& work, const Sequence& s) {
-        store_smem(this->stage_smem(), make_uint4(work.batch, work.head, first_query<C>(p, work.m_tile, s), s.q_begin));
+        store_smem(this->stage_smem(), make_uint4(work.batch, work.head, first_query_of<C>(p, work.m_tile, s), s.q_begin));
         store_smem(this->stage_smem() + 16, make_uint4(s.q_length, s.k_begin, s.kv_start, s.kv_length));
         mbarrier_arrive(this->full());
         this->advance();

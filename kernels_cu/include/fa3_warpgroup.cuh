@@ -1,7 +1,7 @@
 // What a warpgroup of prefill_fa3.cu does with its 64 query rows.
 //
-// Products run on their own while the warps compute: warpgroups take turns to start them, so that one has its softmax while the others
-// multiply. The scores of a tile of keys and the values of the one before are started together.
+// Products run on their own while the warps compute: where TURNS, warpgroups start them one after the other, so that one has its softmax
+// while the others multiply. The scores of a tile of keys and the values of the one before are started together.
 #include "include/fa3_softmax.cuh"
 #include "include/fa3_tile.cuh"
 #include "include/score.cuh"
@@ -23,19 +23,19 @@ template <class C> struct Warpgroup : WarpgroupSoftmax<C> {
     __device__ __forceinline__ Warpgroup(const PrefillParams& p, int number, u32 smem)
         : Base(p), number(number), lead(thread_index() % 32 == 0), queries{smem + C::Q_SMEM, number}, keys{smem + C::K_SMEM},
           values{smem + C::V_SMEM} {
-        if (C::TURNS && number == 0) block_barrier_arrive<256>(1);
+        if (number == 0) give_turn(0);  // its first one, which no other gives it
     }
 
     // The first of the thread's two rows, of the 64; the other one is 8 further.
     static __device__ __forceinline__ int own_row() { return thread_index() % 128 / 32 * 16 + thread_index() % 32 / 4; }
 
-    // The query of the first of its rows.
-    __device__ __forceinline__ int first_query(const QueryTile<C>& tile) const { return tile.query(p, tile.row, 64 * number); }
+    // The query of the first of the warpgroup's rows.
+    __device__ __forceinline__ int first_query(const QueryTile<C>& tile) const { return tile.query(p, tile.first_query, 64 * number); }
 
     // All keys of a tile of queries; whether there was one.
     __device__ __forceinline__ bool attend(const QueryTile<C>& tile) {
         if (tile.batch < 0) return false;
-        if (tile.last < tile.first) {
+        if (tile.sees_none()) {
             start(tile);
             return true;
         }
@@ -45,31 +45,34 @@ template <class C> struct Warpgroup : WarpgroupSoftmax<C> {
         const int position = first_query(tile) + tile.seq.position, last_position = tile.query(p, position, 63);
         const KeyRange any = tile.visible.of_any(position, last_position), all = tile.visible.of_all(position, last_position);
         const bool none = any.empty() | (first_query(tile) >= tile.seq.q_length) | (last_position < tile.seq.position);
-        const int first = tile.first, last = none ? first : (any.end - 1) / C::N;
+        const int first_keys = tile.first_keys, last_keys = none ? first_keys : (any.end - 1) / C::N;
         const int whole_end = max(all.end, 0) / C::N, whole_first = (all.begin + C::N - 1) / C::N;
-        pass(warp_register(tile.last - last));
+        pass(warp_register(tile.last_keys - last_keys));
         queries.wait_full();
-        int n = last;
-        first_keys(tile, n, n >= whole_end || n < whole_first, first);
+        int n = last_keys;
+        first_step(tile, n, n >= whole_end || n < whole_first, first_keys);
         --n;
-        for (int masked = max(first, whole_end); n >= first; masked = first) {
+        for (int masked = max(first_keys, whole_end); n >= first_keys; masked = first_keys) {
 #pragma unroll 1
-            for (; n >= masked; --n) next_keys<true>(tile, n, first);
+            for (; n >= masked; --n) next_step<true>(tile, n, first_keys);
 #pragma unroll 1
-            for (; n >= max(first, whole_first); --n) next_keys<false>(tile, n, first);
+            for (; n >= max(first_keys, whole_first); --n) next_step<false>(tile, n, first_keys);
         }
-        last_values();
+        last_step();
         queries.skip(C::WARPGROUPS);
         return true;
     }
 
   private:
+    // Who has the turn starts its products. Each warpgroup has a named barrier, 1 + its number, of 256 threads: its own 128, which wait for
+    // their turn, and the 128 of the warpgroup before it, which arrive when they give it on and do not wait.
+    __device__ __forceinline__ void give_turn(int to) const {
+        if (C::TURNS) block_barrier_arrive<256>(1 + to);
+    }
     __device__ __forceinline__ void begin_turn() const {
         if (C::TURNS) block_barrier<256>(1 + number);
     }
-    __device__ __forceinline__ void end_turn() const {
-        if (C::TURNS) block_barrier_arrive<256>(number + 1 == C::WARPGROUPS ? 1 : number + 2);
-    }
+    __device__ __forceinline__ void end_turn() const { give_turn(number + 1 == C::WARPGROUPS ? 0 : number + 1); }
 
     // Rows that have seen nothing yet.
     __device__ __forceinline__ void start(const QueryTile<C>& tile) {
@@ -106,22 +109,23 @@ template <class C> struct Warpgroup : WarpgroupSoftmax<C> {
         values.skip(count);
     }
 
-    __device__ __forceinline__ void first_keys(const QueryTile<C>& tile, int n, bool masked, int first) {
+    // The scores of the last tile of keys that the rows see.
+    __device__ __forceinline__ void first_step(const QueryTile<C>& tile, int n, bool masked, int first_keys) {
         keys.wait_full();
         begin_turn();
         scores();
         end_turn();
         start(tile);
         wgmma_wait<0>();
-        done_with_keys(n == first);
+        done_with_keys(n == first_keys);
         logits(tile, n, masked);
         Base::template softmax<true>();
         Base::round();
     }
 
-    // A tile of keys, and the values of the one before; O comes to its references while the scores run. With enough warpgroups, others fill
-    // the time until both products are there, and nothing runs during softmax; else the values do.
-    template <bool MASKED> __device__ __forceinline__ void next_keys(const QueryTile<C>& tile, int n, int first) {
+    // The scores of a tile of keys, and the values of the one before; O comes to its references while the scores run. With enough
+    // warpgroups, others fill the time until both products are there, and nothing runs during softmax; else the values do.
+    template <bool MASKED> __device__ __forceinline__ void next_step(const QueryTile<C>& tile, int n, int first_keys) {
         keys.wait_full();
         begin_turn();
         scores();
@@ -137,14 +141,15 @@ template <class C> struct Warpgroup : WarpgroupSoftmax<C> {
             wgmma_wait<1>();
             if (C::WARPGROUPS == 2) end_turn();  // two are then half a step apart, and one always has products to run
         }
-        done_with_keys(n == first);
+        done_with_keys(n == first_keys);
         logits(tile, n, MASKED);
         Base::template softmax<false>();
         if constexpr (!C::ONE_WAIT) done_with_values();
         Base::round();
     }
 
-    __device__ __forceinline__ void last_values() {
+    // The values of the first tile of keys.
+    __device__ __forceinline__ void last_step() {
         values.wait_full();
         Base::scale_values();
         wgmma_fence();
@@ -153,6 +158,7 @@ template <class C> struct Warpgroup : WarpgroupSoftmax<C> {
         done_with_values();
     }
 
+    // all: with those of the tile of queries, and so with the queries.
     __device__ __forceinline__ void done_with_keys(bool all) {
         keys.release(lead);
         keys.advance();
@@ -194,8 +200,8 @@ template <class C> struct Warpgroup : WarpgroupSoftmax<C> {
     __device__ __forceinline__ void logits(const QueryTile<C>& tile, int n, bool masked) {
         apply_score<C::SCORE, Order, In>(S_rmem, ScoreTransform<C::SCORE>(p, tile.batch, tile.head), MatrixTile<0, 1, C::N>(), 0, 0);
         if (masked) {
-            const int first = first_query(tile) + tile.seq.position;
-            const int position[2] = {tile.query(p, first, own_row()), tile.query(p, first, own_row() + 8)};
+            const int first_position = first_query(tile) + tile.seq.position;
+            const int position[2] = {tile.query(p, first_position, own_row()), tile.query(p, first_position, own_row() + 8)};
             apply_mask<C::MASK, Order>(S_rmem, tile.visible, position, n * C::N + thread_index() % 4 * 2);
         }
     }

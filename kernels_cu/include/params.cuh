@@ -44,7 +44,7 @@ struct PrefillParams {
     u32 page_magic;             // key / page_size = key * page_magic >> page_shift
     i32 page_shift;
     i32 index_bits;             // 1, 2, 4, 8: cu_seqlens_q, cu_seqlens_k, kv_lengths, kv_start are i32
-    i32 tile_rows;              // query rows of a block
+    i32 tile_rows;              // queries of a tile, of which m_tiles counts; where heads share tiles (PrefillFa3::PACKED), not its rows
     double scale64, softcap64, logit_scale64;  // of prefill_fp, which has lse and slopes in its own type
     // Of a softcap, for scores s of at most a limit: s * (series[0] + series[1] * s^2 + ...) is the logit in log2 units.
     float near_limit, softcap_limit, near_series[3], softcap_series[5];

@@ -1,11 +1,17 @@
-// Stages of shared memory that those who load and those who work hand to each other, in turn. C has STAGES of STAGE_BYTES, and
-// BARRIERS_SMEM, where the stages' two barriers are.
+// Stages of shared memory that those who load and those who work hand to each other: loaders fill stage 0, 1, ... and 0 again, waiting for
+// each to be empty; the others wait for each to be full, use what is there, and release it. Everyone has a Ring, a position of its own.
 #include "include/async.cuh"
 
+// What a ring is made of: so many stages of so many bytes, and each stage's two barriers, of 16 bytes together. They begin so many bytes
+// behind the first stage.
+template <int STAGES_, int BYTES, int BARRIERS> struct Stages {
+    static constexpr int STAGES = STAGES_, STAGE_BYTES = BYTES, BARRIERS_SMEM = BARRIERS;
+};
+
 template <class C> struct Ring {
-    u32 smem;  // of the block
+    u32 smem;  // where stage 0 is
     int stage = 0;
-    u32 parity = 0;
+    u32 parity = 0;  // of the rounds that are over: which phase of the barriers is meant
 
     __device__ __forceinline__ u32 stage_smem() const { return smem + stage * C::STAGE_BYTES; }
     __device__ __forceinline__ u32 full() const { return smem + C::BARRIERS_SMEM + 16 * stage; }  // what was loaded is there

@@ -1,7 +1,7 @@
 // Online softmax of the rows that a lane holds a share of: an algebra of init, update, merge and finish.
 //
 // A state stands for weights 2^(x - reference) of logits x in log2 units: their sum, and elsewhere their weighted sum of values,
-// the accumulator. The reference follows the running maximum, within Real::SLACK and up to rounding; it cancels in the end.
+// the accumulator. The reference follows the running maximum, from which it may stay behind by Real::SLACK; it cancels in the end.
 #include "include/reals.cuh"
 
 // FIRST..LAST: the bits by which the lanes differ that share a row.
@@ -49,8 +49,10 @@ template <int ROWS, class Real = Fast32, int FIRST = 1, int LAST = 2> struct Sof
     }
 
     // Bring the references up to the tops of a tile's scores (logit x = scale * s, scale > 0), with the sums; `rescale` gets a row and the
-    // factor of its accumulators. A row whose top is above its reference by no more than Real::SLACK keeps it: its weights are as exact
-    // with 2^SLACK as with 1 for the largest, and after the first tiles the accumulators are left alone.
+    // factor of its accumulators. A row whose top is above its reference by no more than Real::SLACK keeps it, so that after the first
+    // tiles the accumulators are left alone. Its largest weight may then be up to 2^SLACK instead of 1: float32 has room for it, and
+    // in 16 bits weights have about the same relative error at any size, but for 1, which has none (WarpgroupSoftmax::SLACK says what
+    // that is worth).
     template <class Rescale> __device__ __forceinline__ void raise(const T (&top)[ROWS], T scale, Rescale rescale) {
         T raised[ROWS];
         bool raise = false;

@@ -1,6 +1,8 @@
-// Products of a warpgroup, four warps in a row, on the tensor cores of sm_90a: D += A B with A 64 x 16 in registers, B 16 x N in shared
-// memory and D 64 x N in float32. Warp w has rows 16 w to 16 w + 15; in it, A and D lie as for mma_16x8x16 (mma.cuh), N / 8 products
-// side by side. They run on their own until they are waited for; meanwhile nobody may touch D and A.
+// Products of a warpgroup, which is four neighbouring warps from a multiple of four on, on the tensor cores of sm_90a: D += A B with A
+// 64 x 16 in registers or shared memory, B 16 x N in shared memory and D 64 x N in registers, in float32. Warp w of the four has rows 16 w
+// to 16 w + 15; its lanes hold A, if in registers, as for mma_16x8x16 (mma.cuh), and D as N / 8 results of it side by side.
+//
+// A product is started by an instruction and runs on its own. Until it has been waited for, nobody may read or write D, or write A and B.
 #include "include/layout.cuh"
 
 // The products that follow see what registers hold.
