@@ -22,6 +22,7 @@ try:
     import matplotlib
     import numpy as np
     from smollm2_chat import import_cupy, program, say
+    from threadpoolctl import threadpool_limits
     from tqdm import tqdm
     from transformer_layers import ATTENTION, AdamW, Chain, CrossEntropy, transformer
 except ModuleNotFoundError as missing:
@@ -34,6 +35,8 @@ import matplotlib.pyplot as plt  # noqa: E402
 AGREEMENT = 1e-3  # nats, between the losses of the two runs ...
 AGREEMENT_STEPS = 200  # ... in so many steps; rounding grows from step to step, the faster the higher the learning rate
 PROMPT = "The "
+# Threads of BLAS gain little on narrower products, and where others use the cores as well they wait ten times as long as they compute.
+BLAS_THREADS_FROM_WIDTH = 512
 
 
 class Text(NamedTuple):
@@ -220,7 +223,8 @@ def main(arguments: list[str] | None = None) -> None:
     print("attention    first loss    last loss    seconds")
     for name in ATTENTION if options.attention == "both" else [options.attention]:
         try:
-            runs[name] = run = train(xp, name, text, options)
+            with threadpool_limits(1 if options.width < BLAS_THREADS_FROM_WIDTH else None, user_api="blas"):
+                runs[name] = run = train(xp, name, text, options)
         except MemoryError as error:
             sys.exit(f"with {name} attention there is not enough memory: {error}")
         print(f"{name:9} {run.losses[0]:13.4f} {run.losses[-1]:12.4f} {run.seconds:10.1f}", flush=True)
