@@ -99,7 +99,8 @@ def train(xp: Any, attention: str, text: Text, options: argparse.Namespace, dtyp
     differentiate(text.ids[window][None])  # what is compiled or loaded once does not count as training
     losses = np.empty(options.steps)
     start = time.perf_counter()
-    with tqdm(range(options.steps), desc=attention, unit="step", disable=None) as bar:
+    few = threadpool_limits(1 if options.width < BLAS_THREADS_FROM_WIDTH else None, user_api="blas")
+    with few, tqdm(range(options.steps), desc=attention, unit="step", disable=None) as bar:
         for step in bar:
             starts = rng.integers(len(text.ids) - options.context, size=options.batch)
             losses[step] = differentiate(text.ids[starts[:, None] + window])
@@ -223,8 +224,7 @@ def main(arguments: list[str] | None = None) -> None:
     print("attention    first loss    last loss    seconds")
     for name in ATTENTION if options.attention == "both" else [options.attention]:
         try:
-            with threadpool_limits(1 if options.width < BLAS_THREADS_FROM_WIDTH else None, user_api="blas"):
-                runs[name] = run = train(xp, name, text, options)
+            runs[name] = run = train(xp, name, text, options)
         except MemoryError as error:
             sys.exit(f"with {name} attention there is not enough memory: {error}")
         print(f"{name:9} {run.losses[0]:13.4f} {run.losses[-1]:12.4f} {run.seconds:10.1f}", flush=True)
