@@ -6,11 +6,13 @@ import concurrent.futures
 import itertools
 import multiprocessing
 import re
+from typing import NamedTuple
 
 import pytest
-from cuflash import jit
+from cuflash import jit, tiles_backward_fp
 from cuflash.backends import (
-    cuda, cuda_append, cuda_backward, cuda_backward_fa3, cuda_decode, cuda_fa1, cuda_fa3, cuda_fp, cuda_merge, cuda_pages, cuda_parts,
+    cuda, cuda_append, cuda_backward, cuda_backward_fa2, cuda_backward_fa3, cuda_backward_fp, cuda_decode, cuda_fa1, cuda_fa3, cuda_fp,
+    cuda_merge, cuda_pages, cuda_parts,
 )
 
 pytestmark = pytest.mark.skipif(jit.why_unusable() is not None, reason=f"kernels cannot be compiled here: {jit.why_unusable()}")
@@ -50,16 +52,45 @@ def compile_all(arch: str, instances: list[cuda.AnyInstance]) -> None:
         logs.update(((arch, instance.name), text) for instance, (_, text) in zip(instances, made, strict=True))
 
 
+class OfReals(NamedTuple):
+    """One of the two kernels of an instance of backward_fp, as what is compiled."""
+
+    name: str
+    source: jit.Source
+    tile: tiles_backward_fp.BackwardTile
+    d: int
+    dtype: str
+
+    @classmethod
+    def both(cls, i: cuda_backward_fp.Instance) -> list[OfReals]:
+        return [cls(i.name(of_keys), (i.source_of_rows, i.source_of_keys)[of_keys], i.tile(of_keys), i.d, i.dtype) for of_keys in (0, 1)]
+
+
 def every(arch: str) -> list[cuda.AnyInstance]:
     info = cuda.representative(arch)
     modules = cuda_fp, cuda_parts, cuda_fa1, cuda_fa3, cuda_decode, cuda_backward_fa3
-    return [*cuda.common(arch), *(instance for module in modules for instance in module.common(info))]
+    found = [*cuda.common(arch), *(instance for module in modules for instance in module.common(info))]
+    for i in cuda_backward_fa2.common(info):
+        found += [kernel for kernel in (i, i.delta, i.queries) if kernel is not None]
+    found += [kernel for i in cuda_backward_fp.common(info) for kernel in OfReals.both(i)]
+    return list({i.name: i for i in found}.values())
+
+
+def each_tile(instances: list[cuda.AnyInstance]) -> list[cuda.AnyInstance]:
+    """Of instances that differ in nothing but which 16-bit type they have, one: for every other tile the other one. And of the full and
+    the causal one the latter, which has more to do; but for wgmma, whose products ptxas orders in each as it likes."""
+    alike: dict[str, list[cuda.AnyInstance]] = {}
+    causal = {i.name for i in instances}
+    for i in instances:
+        if "_fa3_" in i.name or f"{i.name}_causal" not in causal:
+            alike.setdefault(re.sub("_(fp|bf)16", "", i.name), []).append(i)
+    return [group[n % len(group)] for n, group in enumerate(alike.values())]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", WHOLE)
-def test_every_instance(arch):
-    instances = every(arch)
+def test_every_tile(arch):
+    instances = each_tile(every(arch))
     compile_all(arch, instances)
     for instance in instances:
         check(arch, instance)
@@ -75,6 +106,16 @@ def test_one_instance_for_every_other_gpu(arch):
 def test_two_instances_of_fa1_for_every_other_gpu(arch, d):
     """Those of the two tiles that leave the fewest registers."""
     check(arch, next(i for i in cuda_fa1.common(cuda.representative(arch)) if i.d == d and i.mask == cuda.MASK_RIGHT))
+
+
+@pytest.mark.parametrize("arch", ONE_EACH)
+def test_instances_of_the_backward_pass_for_every_other_gpu(arch):
+    """Of heads of 128: causal, and the most that is in one instance."""
+    info = cuda.representative(arch)
+    sixteen = [i for i in cuda_backward_fa2.common(info) if i.d == 128]
+    most = max(sixteen, key=lambda i: len(i.name))
+    for instance in filter(None, (next(i for i in sixteen if i.mask == cuda.MASK_RIGHT), most, most.delta)):
+        check(arch, instance)
 
 
 @pytest.mark.parametrize("arch", ["sm_80", *ONE_EACH])
@@ -109,7 +150,7 @@ def test_the_kernels_that_append_copy_and_merge(arch):
 
 
 def test_the_kernels_before_and_behind_a_backward_pass():
-    files = {"backward_prepare.cu", "backward_convert.cu", "backward_convert_rows.cu"}
+    files = {"backward_prepare.cu", "backward_convert.cu", "backward_convert_rows.cu", "backward_sinks.cu"}
     sources = [s for s in cuda_backward.instances(cuda.representative("sm_90a")) if s.file in files]
     sources.append(cuda_backward.prepare_source("float16", "bfloat16", 8, False))
     assert {s.file for s in sources} == files

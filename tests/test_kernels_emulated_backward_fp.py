@@ -82,11 +82,12 @@ def tile_runs() -> Iterator[Run]:
 
 
 def case_runs() -> Iterator[Run]:
-    """All cases of the gradients' suite that the kernels take, each in one kind of arithmetic for float32 and one for float64."""
+    """All cases of the gradients' suite that the kernels take, each in one kind of arithmetic; those of here for either dtype."""
     for n, c in enumerate((*FURTHER, *DIFFERENTIATED)):
-        for dtype in (F32, F64):
-            if dtype in c.dtypes and cuda_backward_fp.decline(problem_of(differentiate(c, dtype))) is None:
-                yield Run(c, dtype, [gpu for t, gpu in PLACES if t == dtype][n % 3])
+        dtypes = [dtype for dtype in (F32, F64) if dtype in c.dtypes]
+        for dtype in dtypes if n < len(FURTHER) else dtypes[n % 2 :: 2] or dtypes:
+            if cuda_backward_fp.decline(problem_of(differentiate(c, dtype))) is None:
+                yield Run(c, dtype, [gpu for t, gpu in PLACES if t == dtype][n // 2 % 3])
 
 
 RUNS = {run.name: run for runs in (tile_runs(), case_runs()) for run in runs}
