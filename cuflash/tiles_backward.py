@@ -86,7 +86,7 @@ BACKWARD_FA2: dict[str, dict[int, Choice]] = {
         32: _both(64, 128, 4, 2, 4, 4, 2, lean=BackwardTile(32, 128, 4, 2, 4, 2, 2)),  # 65, 41 KiB, 2
         64: _both(32, 128, 4, 2, 4, 2, 2, lean=BackwardTile(64, 128, 8, 2, 4, 4)),  # 64 KiB, 2; 97 KiB, 1
         96: _both(64, 128, 8, 2, 4, 4, lean=BackwardTile(32, 128, 8, 2, 4, 2)),  # 129, 89 KiB, 1
-        128: _both(64, 128, 8, 2, 4, 2, lean=BackwardTile(32, 128, 8, 2, 4, 2)),  # 161, 113 KiB, 1
+        128: _both(64, 128, 8, 2, 4, 4, lean=BackwardTile(32, 128, 8, 2, 4, 2)),  # 161, 113 KiB, 1
         160: _both(64, 64, 8, 2, 4, 4),  # 137 KiB, 1
         192: _both(64, 64, 8, 2, 2, 2),  # 161 KiB, 1
         256: _both(64, 64, 8, 1, 2, 2, lean=BackwardTile(32, 64, 8, 2, 2, 2, keys=16)),  # 144, 137 KiB, 1
@@ -112,7 +112,8 @@ BACKWARD_FA2: dict[str, dict[int, Choice]] = {
         256: _both(16, 32, 4, 1, 1, 1, keys=16),  # 50 KiB, 1
     },
 }
-BACKWARD_FA2["sm_80"] = BACKWARD_FA2["sm_100"] = BACKWARD_FA2["sm_90"]  # all of these fit the 163 KiB of sm_80
+BACKWARD_FA2["sm_80"] = BACKWARD_FA2["sm_90"]  # all of these fit the 163 KiB of sm_80
+BACKWARD_FA2["sm_100"] = {size: Choice(choice.lean, choice.lean) for size, choice in BACKWARD_FA2["sm_90"].items()}  # else it spills
 ARRAY_KEYS = 32  # whose scores a warp has where a mask or bias is read 8 keys at a time
 
 

@@ -7,7 +7,7 @@
 // dV += P^T dO and dK += dS^T Q by keys and columns, and dQ = dS K by rows and columns: that is added in float32 to what other blocks find.
 // Additions come in no fixed order; where they must, backward_fa2_dq.cu computes dQ, and this kernel the other four products.
 //
-// Costs of a step of 64 queries x 128 keys at D = 128, 8 warps: 2,560 mma and 1,152 ldmatrix, which read shared memory for 4,608 clocks
+// Costs of a step of 64 queries x 128 keys at D = 128, 8 warps: 2,560 mma and 1,216 ldmatrix, which read shared memory for 4,864 clocks
 // while the tensor cores of sm_80 need 5,120. Weights and gradients take 8 issue slots for each of a lane's 32 scores: 512 a scheduler.
 #include "include/backward_block.cuh"
 #include "include/backward_products.cuh"

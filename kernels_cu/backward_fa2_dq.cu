@@ -179,16 +179,9 @@ template <class C> __device__ __forceinline__ void walk(const QueryBlock<C>& blo
     }
 }
 
-template <class C> __device__ __forceinline__ void backward_fa2_dq(const BackwardParams& p, unsigned char* smem_pointer) {
-    const QueryBlock<C> block(p, block_index(), smem_address(smem_pointer));
-    const int rows = min(C::M, block.seq.q_length - block.row);
-    if (rows <= 0) return;
-    QueryWarp<C> warp;
-    if (block.visible.begin < block.visible.end) walk(block, warp);
-    if constexpr (C::FINDS_DELTA) {
-        if (block.visible.begin < block.visible.end) warp.write_delta(block);
-        return;
-    }
+// dQ of the block, from registers.
+template <class C> __device__ __forceinline__ void store_dq(const QueryBlock<C>& block, QueryWarp<C>& warp, int rows) {
+    const BackwardParams& p = block.p;
 #pragma unroll
     for (int mt = 0; mt < C::MT; ++mt)
 #pragma unroll
@@ -203,4 +196,17 @@ template <class C> __device__ __forceinline__ void backward_fa2_dq(const Backwar
     const int columns = p.prefill.head_dim;
     store_rows<typename C::QTile, C::THREADS>(
         block.smem + C::Q_SMEM, to, p.dq_stride, rows, columns, rows_in_sixteens(to, p.dq_stride, columns));
+}
+
+template <class C> __device__ __forceinline__ void backward_fa2_dq(const BackwardParams& p, unsigned char* smem_pointer) {
+    const QueryBlock<C> block(p, block_index(), smem_address(smem_pointer));
+    const int rows = min(C::M, block.seq.q_length - block.row);
+    if (rows <= 0) return;
+    QueryWarp<C> warp;
+    if (block.visible.begin < block.visible.end) walk(block, warp);
+    if constexpr (C::FINDS_DELTA) {
+        if (block.visible.begin < block.visible.end) warp.write_delta(block);
+    } else {
+        store_dq(block, warp, rows);
+    }
 }
