@@ -44,3 +44,11 @@ CASES = (
 )
 RUNS = [(c, DTYPES[n % 2]) for n, c in enumerate(CASES)]
 IDS = [f"{c.name}-{d.name}" for c, d in RUNS]
+
+# Those in which tiles of keys meet the tiles of queries in different ways: they add to dQ one after the other.
+IN_ORDER = [
+    (c, t) for c, t in RUNS
+    if c.name in ("starts", "lengths-128", "packed-empty-slack", "groups-6-2", "wide-window", "wide-groups", "keys-257")
+    or c.name.startswith(("causal-", "upper-left-", "window-"))
+]
+IN_ORDER_IDS = [f"{c.name}-{d.name}" for c, d in IN_ORDER]

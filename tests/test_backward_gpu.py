@@ -6,7 +6,7 @@ import compare
 import devices
 import numpy as np
 import pytest
-from backward_cases import IDS, RUNS
+from backward_cases import IDS, IN_ORDER, IN_ORDER_IDS, RUNS
 from case import BF16, F16
 from cases import Target
 from test_gradients import differentiate, gradient_parts, run_backward
@@ -20,9 +20,18 @@ FA3 = Target("cuda", "fa3")
 
 @pytest.mark.parametrize(("case", "dtype"), RUNS, ids=IDS)
 def test_gradients(case, dtype):
+    check(case, dtype)
+
+
+@pytest.mark.parametrize(("case", "dtype"), IN_ORDER, ids=IN_ORDER_IDS)
+def test_gradients_in_a_fixed_order(case, dtype):
+    check(case, dtype, deterministic=True)
+
+
+def check(case, dtype, **options):
     given = differentiate(case, dtype)
     want = compare.expect_gradients(given.problems)
-    found = run_backward(given, FA3)
+    found = run_backward(given, FA3, **options)
     for name, exact in want.parts.items():
         for part, one in zip(gradient_parts(name, getattr(found, name), case), exact, strict=True):
             compare.assert_close(part, one, want.bounds[name], name)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import compare
 import numpy as np
 import pytest
-from backward_cases import IDS, RUNS
+from backward_cases import IDS, IN_ORDER, IN_ORDER_IDS, RUNS
 from case import BF16, F16
 from cuflash import problem as problems
 from cuflash import reference
@@ -34,14 +34,7 @@ def test_gradients(emulator, case, dtype):
     check(emulator, case, dtype)
 
 
-IN_ORDER = [
-    (c, t) for c, t in RUNS
-    if c.name in ("starts", "lengths-128", "packed-empty-slack", "groups-6-2", "wide-window", "wide-groups", "keys-257")
-    or c.name.startswith(("causal-", "upper-left-", "window-"))
-]
-
-
-@pytest.mark.parametrize(("case", "dtype"), IN_ORDER, ids=[f"{c.name}-{d.name}" for c, d in IN_ORDER])
+@pytest.mark.parametrize(("case", "dtype"), IN_ORDER, ids=IN_ORDER_IDS)
 def test_gradients_in_a_fixed_order(emulator, case, dtype):
     """Each tile of keys comes when it is its turn, and never waits for a later block: the emulator would say so."""
     check(emulator, case, dtype, deterministic=True)
