@@ -12,6 +12,8 @@ from cases import Target
 from test_gradients import differentiate, gradient_parts, run_backward
 
 import cuflash
+from cuflash import device
+from cuflash.backends import cuda_backward
 from cuflash.problem import build_backward
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not devices.hopper(), reason="needs a GPU of compute capability 9.0")]
@@ -125,3 +127,25 @@ def test_fifty_runs_give_the_same_bits(kernel, d):
     loose = cuflash.attention_backward(dout, q, k, v, out, lse, **{**options, "deterministic": False})
     dq = want.dq.get().astype(np.float64)
     compare.assert_close(loose.dq.get(), dq, 2 * compare.eps(BF16) * np.abs(dq).max(), "dq")
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_memory_is_what_the_plan_says_and_grows_with_the_rows(deterministic):
+    import cupy
+
+    pool, extra = cupy.get_default_memory_pool(), []
+    options = {"causal": True, "kernel": "fa3", "deterministic": deterministic}
+    for rows in (4096, 8192):
+        q, k, v, dout = operands(1, rows, rows, 8, 128, BF16)
+        out, lse = cuflash.attention(q, k, v, causal=True, return_lse=True)
+        for _ in range(2):  # the first call compiles and loads
+            pool.free_all_blocks()
+            before = pool.total_bytes()
+            found = cuflash.attention_backward(dout, q, k, v, out, lse, backend="cuda", **options)
+            used = pool.total_bytes() - before - sum(g.nbytes for g in (found.dq, found.dk, found.dv))
+            del found
+        problem = build_backward(*(np.zeros(a.shape, a.dtype) for a in (dout, q, k, v, out, lse)), **options)
+        planned = cuda_backward.plan(problem, "fa3", "cuda", device.probe(q.device.id)).workspace
+        assert planned <= used <= planned + 2**21, (planned, used)  # the pool hands out large pieces in units of 2 MiB
+        extra.append(planned)
+    assert extra[1] <= 2 * extra[0]
