@@ -30,7 +30,8 @@ def attention_backward(
     dlse : ndarray, shape of lse, optional
         Gradient of the loss by the log-sum-exp.
     deterministic : bool, default False
-        Two runs agree bit for bit in dq as well (dk and dv always do).
+        Two runs agree bit for bit in dq as well (dk and dv always do). On a GPU not together with a bias that several logits share,
+        whose gradient is added up in no fixed order.
     **options
         The options that `attention` was called with, but for ``kernel``, ``backend``, ``num_splits`` and ``out_dtype``, which need
         not be the same. Slopes of a Python ``score_mod`` are central differences of it in float64 (exact to about 1e-10).

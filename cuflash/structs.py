@@ -76,7 +76,7 @@ BACKWARD_PARAMS = np.dtype(  # of backward_params.cuh
         *((name, np.uint64) for name in ("row_lse", "row_delta", "dq_sum", "dbias", "dsinks", "dq_turns")),
         *((f"{name}_stride", STRIDES) for name in ("dout", "dlse", "dq", "dk", "dv", "dbias")),
         ("places", np.int64), *((name, np.int32) for name in ("tile_rows", "n_tiles", "dq_columns")), ("scale", np.float32),
-        ("turn_keys", np.int32),
+        ("dbias_shared", np.int32), ("turn_keys", np.int32),
     ],
     align=True,
 )
@@ -356,8 +356,8 @@ def pack_backward(
     problem : Problem
         With ``out``, ``lse`` and ``dout``.
     gradients : mapping
-        dq, dk and dv, which are written; with a bias, dbias of float32 and broadcast as the bias is, which is added to; with sinks,
-        dsinks of float32.
+        dq, dk and dv, which are written; with a bias, dbias, broadcast as the bias is, which is added to: float64 if elements are
+        shared, else float32; with sinks, dsinks of float32.
     tile_rows, n_tiles, section, dq_columns : int
         Queries of a step, tiles of keys of the longest sequence, (batch, key head) pairs whose tiles are handed out together, columns of
         dq_sum.
@@ -382,6 +382,6 @@ def pack_backward(
     for name, pointer in work.items():
         r[name] = pointer
     r["places"], r["tile_rows"], r["n_tiles"], r["dq_columns"] = places(problem, tile_rows), tile_rows, n_tiles, dq_columns
-    r["turn_keys"] = turn_keys
+    r["turn_keys"], r["dbias_shared"] = turn_keys, problem.bias_is_shared
     r["scale"] = float(problem.scale)  # type: ignore[arg-type]
     return p

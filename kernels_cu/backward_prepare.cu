@@ -23,7 +23,7 @@ template <class Out, class Grad, int LANES, bool VECTOR> __device__ __forceinlin
     float4* sums = reinterpret_cast<float4*>(p.dq_sum + (head * p.places + first) * p.dq_columns);
     for (int i = threadIdx.x; i < PREPARE_ROWS * p.dq_columns / 4; i += PREPARE_THREADS) sums[i] = float4{0.0f, 0.0f, 0.0f, 0.0f};
     if (p.dq_turns) {
-        if (block_index() == 0 && threadIdx.x == 0) p.dq_turns[0] = 0;
+        if (block_index() == 0 && threadIdx.x < FIRST_TURN) p.dq_turns[threadIdx.x] = 0;
         if (first % p.tile_rows == 0 && threadIdx.x < TURNS) {  // the first turn is that of the first key that some row of the tile sees
             const int key = max(max(seq.kv_start, seq.position + first_row - f.window_left), 0);
             p.dq_turns[FIRST_TURN + (head * p.places + first) / p.tile_rows * TURNS + threadIdx.x] = u32(key / p.turn_keys);

@@ -48,7 +48,8 @@ IDS = [f"{c.name}-{d.name}" for c, d in RUNS]
 # Those in which tiles of keys meet the tiles of queries in different ways: they add to dQ one after the other.
 IN_ORDER = [
     (c, t) for c, t in RUNS
-    if c.name in ("starts", "lengths-128", "packed-empty-slack", "groups-6-2", "wide-window", "wide-groups", "keys-257")
+    if c.name in ("starts", "lengths-128", "packed", "packed-empty-slack", "groups-6-2", "keys-257")
+    or c.name in ("wide-window", "wide-groups", "wide-packed", "wide-more-rows")
     or c.name.startswith(("causal-", "upper-left-", "window-"))
 ]
 IN_ORDER_IDS = [f"{c.name}-{d.name}" for c, d in IN_ORDER]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections.abc import Iterator
 
@@ -19,6 +18,7 @@ from emulator import emulate
 from emulator.backward_fp import repeated
 from emulator.guarded import Guarded
 from test_gradients import differentiate, gradient_parts
+from test_indices_emulated import on_device
 
 T4, A100, RTX, H200 = (device.KNOWN[name] for name in ("T4", "A100", "RTX 3090", "H200"))
 FAMILIES = (T4, A100, RTX, H200)  # one GPU of each row of the tile tables
@@ -34,7 +34,8 @@ def prepare_source(dtype: str, vector: bool) -> jit.Source:
 
 
 def run(
-    made: emulate.Emulator, problem: Problem, info: DeviceInfo, side: str = "end", chosen: cuda_backward_fa2.Instance | None = None
+    made: emulate.Emulator, problem: Problem, info: DeviceInfo, side: str = "end", chosen: cuda_backward_fa2.Instance | None = None,
+    section: int = 2,
 ) -> Gradients:
     """Gradients in canonical axis order, by the launches of a call. Workspace and gradients hold NaN before."""
     assert cuda_backward_fa2.decline(problem) is None
@@ -52,7 +53,7 @@ def run(
         for name, cu in (("dq", problem.cu_seqlens_q), ("dk", problem.cu_seqlens_k), ("dv", problem.cu_seqlens_k)):
             found[name][int(cu[-1]) if isinstance(cu, np.ndarray) else 0 :] = 0
     if problem.bias is not None:
-        found["dbias"] = np.zeros(problem.bias_shape, np.float32)
+        found["dbias"] = np.zeros(problem.bias_shape, cuda_backward_fa2.dbias_dtype(problem))
     if problem.sinks is not None:
         found["dsinks"] = np.full(problem.heads_q, np.nan, np.float32)
     results = {name: Guarded(arrays.view(a, name), side, writable=True) for name, a in found.items()}
@@ -68,7 +69,7 @@ def run(
     moved = problem.replace(**{name: a.view for name, a in inputs.items()})
     n_tiles, vector = -(-problem.seqlen_k // chosen.keys), structs.copy_bytes((problem.out, problem.dout)) == 16
     params = structs.pack_backward(
-        moved, gradients, rows, n_tiles, max(1, min(2, problem.batch * problem.heads_kv)),
+        moved, gradients, rows, n_tiles, max(1, min(section, problem.batch * problem.heads_kv)),
         chosen.factor_left, {name: a.view.pointer for name, a in small.items()},
         {name: a.view.pointer for name, a in work.items()}, chosen.dq_columns,
     )
@@ -244,9 +245,9 @@ def forward(q: np.ndarray, k: np.ndarray, v: np.ndarray, **options: object) -> t
     return out.astype(q.dtype), lse.astype(np.float32)
 
 
-def gradients(made, dout, q, k, v, info=A100, results=None, **options) -> Gradients:
+def gradients(made, dout, q, k, v, info=A100, results=None, section=2, **options) -> Gradients:
     out, lse = results or forward(q, k, v, **{name: x for name, x in options.items() if name != "deterministic"})
-    return run(made, problems.build_backward(dout, q, k, v, out, lse, **options), info)
+    return run(made, problems.build_backward(dout, q, k, v, out, lse, **options), info, section=section)
 
 
 def compare_all(found: Gradients, dout, q, k, v, **options) -> None:
@@ -332,16 +333,39 @@ def test_no_keys_and_no_queries(emulator):
         assert not any(g.any() for g in (found.dq, found.dk, found.dv))
 
 
-def test_twice_the_same(emulator):
-    """dk and dv however dQ is added; with deterministic, all three however many heads start together."""
+def test_the_same_however_blocks_follow_each_other(emulator):
+    """One head after the other, or tiles of all heads in turn."""
     q, k, v, dout = operands((2, 150, 200, 2), BF16)
-    plain, first, second = (gradients(emulator, dout, q, k, v, causal=True, deterministic=x) for x in (False, True, True))
+    plain, first, second = (
+        gradients(emulator, dout, q, k, v, causal=True, deterministic=n > 0, section=section) for n, section in enumerate((2, 1, 4))
+    )
     for name in ("dq", "dk", "dv"):
         compare.assert_same_bits(getattr(first, name), getattr(second, name), name)
-    chosen = cuda_backward_fa2.make("bfloat16", 64, 64, A100, 1, deterministic=True)
-    assert dataclasses.replace(chosen, deterministic=False, queries=None).tile == chosen.tile
     exact = plain.dq.astype(np.float64)
     compare.assert_close(first.dq, exact, 2 * compare.eps(BF16) * np.abs(exact).max(), "dq")
+
+
+@pytest.mark.parametrize("longest", [{"seqlen_q": 20}, {"seqlen_k": 20}], ids=str)
+def test_lengths_on_the_device_that_are_longer_than_the_bias(emulator, longest):
+    """Somebody gave a max_seqlen that is too small: nothing is written outside of dbias, and what is in it is right."""
+    problem, smaller = packed_with_a_bias(BF16, longest)
+    whole, found = run(emulator, problem, A100), run(emulator, smaller, A100)
+    if "seqlen_q" in longest:
+        want = whole.dbias[:, :, :20].astype(np.float64)
+        compare.assert_close(found.dbias, want, 2 * compare.eps(F32) * np.abs(want).max(), "dbias")
+    assert np.isfinite(found.dbias).all()
+
+
+def packed_with_a_bias(dtype: np.dtype, longest: dict[str, int]) -> tuple[Problem, Problem]:
+    """Two sequences with a bias, and the same where only the device knows how long they are, with a bias of shorter ones."""
+    q, k, v, dout = (a[0] for a in operands((1, 120, 120, 2), dtype))
+    cu, bias = np.array([0, 60, 120]), np.random.default_rng(0).standard_normal((2, 2, 60, 60)).astype(dtype)
+    out, lse = reference.forward(problems.build_varlen(q, k, v, cu, cu, bias=bias))
+    given = dout, q, k, v, out.astype(dtype), lse.astype(F32 if dtype == BF16 else dtype)
+    problem = problems.build_backward(*given, bias=bias, varlen=(cu, cu, 60, 60))
+    few = np.ascontiguousarray(bias[:, :, : longest.get("seqlen_q"), : longest.get("seqlen_k")])
+    smaller = on_device(problem, np.int32).replace(bias=arrays.view(few, "bias"), bias_shape=few.shape, **longest)
+    return problem, smaller
 
 
 def test_what_it_leaves_to_others():

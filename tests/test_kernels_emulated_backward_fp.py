@@ -20,6 +20,7 @@ from cuflash.types import Gradients, Problem
 from emulator import backward_fp, emulate
 from test_gradients import differentiate, gradient_parts
 from test_indices_emulated import on_device
+from test_kernels_emulated_backward_fa2 import packed_with_a_bias
 
 reason = "the cases are others in Numba's simulator" if devices.SIMULATED else emulate.why_unusable()
 if reason is not None:
@@ -43,8 +44,9 @@ FURTHER = (
     case("upper-left-window-lengths", "3,40,60,2,1,16", upper_left, fixed(window=(20, 7)), kv_lengths=(60, 20, 0), kv_start=(3, 0, 0)),
     *(
         case(f"bias-of-{axes.replace(' ', '-')}", "2,20,41,4,2,16", bias(axes), causal)
-        for axes in ("Hq Sq Sk", "1 1 Sk", "B 1 Sq Sk", "1 1 1 1")
+        for axes in ("Hq Sq Sk", "1 1 Sk", "B 1 Sq Sk", "Hq Sq 1")
     ),
+    case("bias-of-all", "1,20,12,2,1,16", bias("1 1 1 1"), causal),
     case("bias-float32-shared", "2,20,35,2,2,16", bias("Hq Sq Sk", dtype=F32)),
     case("scale-large", "1,30,70,2,1,16", fixed(scale=20.0)),
 )
@@ -119,6 +121,18 @@ def test_gradients_and_accesses(emulator, name):
             parts = [np.sum(parts, axis=0)]
         for part, exact in zip(gradient_parts(name, getattr(found, name), run.case), parts, strict=True):
             compare.assert_close(part, exact, want.bounds[name], name)
+
+
+@pytest.mark.parametrize("dtype", [F32, F64], ids=str)
+@pytest.mark.parametrize("longest", [{"seqlen_q": 20}, {"seqlen_k": 20}], ids=str)
+def test_lengths_on_the_device_that_are_longer_than_the_bias(emulator, longest, dtype):
+    """As in test_kernels_emulated_backward_fa2.py."""
+    problem, smaller = packed_with_a_bias(dtype, longest)
+    whole, found = backward_fp.run(emulator, problem, A100), backward_fp.run(emulator, smaller, A100)
+    if "seqlen_q" in longest:
+        want = whole.dbias[:, :, :20].astype(F64)
+        compare.assert_close(found.dbias, want, 2 * compare.eps(dtype) * np.abs(want).max(), "dbias")
+    assert np.isfinite(found.dbias).all()
 
 
 def operands(sizes: str, dtype: np.dtype, seed: int = 0) -> list[np.ndarray]:

@@ -26,7 +26,7 @@ PREPARE_ROWS, PREPARE_THREADS = 32, 256  # as backward_prepare.cu has them
 CONVERT_THREADS = 256
 FIRST_TURN, TURNS = 4, 2  # as backward_params.cuh has them
 FEW_TILES = 4
-LEAST_KEYS = 32  # of a block
+LEAST_KEYS = LEAST_ROWS = 32  # of a block
 
 KERNELS = {"fa3": cuda_backward_fa3, "fa2": cuda_backward_fa2}
 Instance = cuda_backward_fa3.Instance | cuda_backward_fa2.Instance
@@ -82,8 +82,9 @@ def kernels(
     if isinstance(chosen, cuda_backward_fa2.Instance):
         others = cuda_backward_fa2.launches(problem, chosen, blocks, structs.copy_bytes((dq,)) == 16)
         return [first, *((source, "BackwardParams", *numbers) for source, *numbers in others)]
-    # Of equal length, or of little work beside what a block's start takes.
-    if chosen.mask == MASK_LENGTH or n_tiles(problem, chosen) <= FEW_TILES:
+    # Of equal length, or of little work beside what a block's start takes. In order, a block has one tile: it may wait for those that have
+    # begun before, and for nothing that one of them has still before it.
+    if not chosen.in_order and (chosen.mask == MASK_LENGTH or n_tiles(problem, chosen) <= FEW_TILES):
         blocks = min(blocks, info.multiprocessors)
     converting = max(2, chosen.d // 64) * rows // chosen.tile_rows
     return [
@@ -101,6 +102,7 @@ def lanes(head_dim_v: int) -> int:
 def _stub(function: str, name: str, threads: int) -> str:
     return (
         f'static_assert(sizeof(BackwardParams) == {structs.BACKWARD_PARAMS.itemsize}, "structs.py mirrors backward_params.cuh");\n'
+        f'static_assert(FIRST_TURN == {FIRST_TURN} && TURNS == {TURNS}, "as cuda_backward.py has them");\n'
         f'extern "C" __global__ void __launch_bounds__({threads}) {name}(const __grid_constant__ BackwardParams p) {{\n'
         f"    {function}(p);\n"
         "}\n"
@@ -144,8 +146,8 @@ def copies_dout(problem: Problem, chosen: Instance) -> bool:
 def workspace(problem: Problem, chosen: Instance) -> int:
     """Bytes beyond inputs and gradients."""
     copied = problem.q.dtype.itemsize * math.prod(problem.out_shape) if copies_dout(problem, chosen) else 0
-    if problem.bias is not None and problem.bias.dtype != np.float32:
-        copied += 4 * math.prod(problem.bias_shape)  # its gradient is added up in float32
+    if problem.bias is not None and problem.bias.dtype != cuda_backward_fa2.dbias_dtype(problem):
+        copied += cuda_backward_fa2.dbias_dtype(problem).itemsize * math.prod(problem.bias_shape)
     return 4 * sum(work_sizes(problem, chosen).values()) + copied
 
 
@@ -158,7 +160,9 @@ def decline(problem: Problem, kernel: str) -> str | None:
     if (reason := KERNELS[kernel].decline(problem)) is not None:
         return reason
     most = max(problem.heads_q * structs.places(problem, 1), problem.batch * problem.heads_kv * -(-problem.seqlen_k // LEAST_KEYS))
-    return f"{most:,} rows of queries or tiles of keys, of all heads; it has numbers for {LARGEST_GRID:,}" if most > LARGEST_GRID else None
+    if kernel == "fa2":  # backward_fa2_dq.cu has tiles of the longest sequence for each
+        most = max(most, problem.batch * problem.heads_q * -(-problem.seqlen_q // LEAST_ROWS))
+    return f"{most:,} rows or tiles of all heads; it has numbers for {LARGEST_GRID:,}" if most > LARGEST_GRID else None
 
 
 def of_reals(problem: Problem, kernel: str) -> bool:
@@ -195,7 +199,9 @@ def plan(problem: Problem, kernel: str, backend: str, info: DeviceInfo) -> Plan:
     chosen = instance(problem, kernel, info)
     assert chosen is not None  # else it was declined
     t, units = chosen.tile, "wgmma" if kernel == "fa3" else "mma.sync"
-    why = f"gradients by recomputation, tensor cores ({units}), {t.n} keys a block, steps of {t.m} queries, dQ by additions in float32"
+    order = ", in a fixed order" if problem.deterministic else ""
+    dq = "dQ by blocks of queries" if problem.deterministic and kernel == "fa2" else f"dQ by additions in float32{order}"
+    why = f"gradients by recomputation, tensor cores ({units}), {t.n} keys a block, steps of {t.m} queries, {dq}"
     return Plan(
         kernel=kernel, backend=backend, reason=why, tile=(t.m, t.n), threads=t.threads, workspace=workspace(problem, chosen), extra=chosen
     )
@@ -214,7 +220,7 @@ def run(plan: Plan, problem: Problem, pointers: Mapping[str, int]) -> Gradients:
     found = {f"d{name}": _like(getattr(problem, name)) for name in "qkv"}
     views = {name: _view(a, place) for name, a in found.items()}
     if problem.bias is not None:
-        found["dbias"] = cupy.zeros(problem.bias_shape, np.float32)  # added up
+        found["dbias"] = cupy.zeros(problem.bias_shape, cuda_backward_fa2.dbias_dtype(problem))  # added up
         views["dbias"] = _view(cupy.broadcast_to(found["dbias"], problem.bias.shape), place)
     if problem.sinks is not None:
         found["dsinks"] = cupy.empty(problem.heads_q, np.float32)
@@ -232,7 +238,7 @@ def run(plan: Plan, problem: Problem, pointers: Mapping[str, int]) -> Gradients:
         stream = launch.stream_pointer(None)
         for step, kind in steps:
             launch.launch(step, params if kind == "BackwardParams" else whole, stream)
-    if problem.bias is not None and problem.bias.dtype != np.float32:
+    if problem.bias is not None and problem.bias.dtype != found["dbias"].dtype:
         found["dbias"] = found["dbias"].astype(problem.bias.dtype)
     return Gradients(**found)
 
@@ -252,6 +258,7 @@ def _run_reals(chosen: cuda_backward_fp.Instance, problem: Problem, pointers: Ma
     if problem.bias is not None:
         views["dbias"] = _view(cupy.broadcast_to(written["dbias"], problem.bias.shape), place)
     sizes, item = cuda_backward_fp.work_sizes(problem), problem.compute_dtype.itemsize
+    sizes.pop("row_sink", None)  # an array of its own, which CuPy sums up
     shares = cupy.zeros(problem.lse_shape, problem.compute_dtype) if problem.sinks is not None else None
     with launch.workspace(max(1, item * sum(sizes.values())), place) as memory:
         starts = itertools.accumulate((item * size for size in sizes.values()), initial=memory)

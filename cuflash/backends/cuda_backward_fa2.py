@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from .. import jit, structs, tiles, tiles_backward
 from ..device import DeviceInfo
 from ..types import UNBOUNDED, Problem, name_of
@@ -148,6 +150,11 @@ def make(
                 return None
             others[n] = QueriesInstance(dtype, dtype, d, dv, own, mask, score, load, n == 0)
     return Instance(dtype, dtype, d, dv, tile, mask, score, load, deterministic, *others)
+
+
+def dbias_dtype(problem: Problem) -> np.dtype:
+    """Of the gradient of the bias as the kernels leave it: sums over what shares an element are made in float64."""
+    return np.dtype(np.float64 if problem.bias_is_shared else np.float32)
 
 
 def score_kind(problem: Problem) -> int:

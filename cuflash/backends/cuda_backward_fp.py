@@ -7,6 +7,7 @@ the caller clears beforehand: rows of packed gradients, and of row_sink, that be
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -189,7 +190,8 @@ def work_sizes(problem: Problem) -> dict[str, int]:
 
 def workspace(problem: Problem) -> int:
     """Bytes beyond inputs and gradients."""
-    return problem.compute_dtype.itemsize * sum(work_sizes(problem).values())
+    sums = dbias_dtype(problem).itemsize * math.prod(problem.bias_shape) if problem.bias_is_shared else 0  # type: ignore[arg-type]
+    return problem.compute_dtype.itemsize * sum(work_sizes(problem).values()) + sums
 
 
 def grid(problem: Problem, chosen: Instance, of_keys: bool) -> int:

@@ -1,4 +1,5 @@
-// The warps of a block of backward_fa3.cu that load: keys and values, then tiles of queries and of dO with what is known of their rows.
+// The warps of a block of backward_fa3.cu that load, keys and values, then tiles of queries and of dO with what is known of their rows; and
+// the one that adds up dQ where that has an order.
 #include "include/backward_tile.cuh"
 #include "include/boxes.cuh"
 #include "include/ptx.cuh"
@@ -99,8 +100,19 @@ template <class C> __device__ __forceinline__ void load_douts(const BackwardFa3P
     }
 }
 
-// By a third one: add to dQ, in the order of the tiles of keys, what the others have written. A tile's turn comes when the one before,
-// whose block has begun before, has had its own.
+// Until it is the turn of a tile of keys, by one thread. It comes when the one before, whose block has begun before, has had its own; but
+// if lengths on the device do not ascend, sequences share places, and it may never come: after seconds everybody goes on, and dQ is wrong
+// as it would be without turns. `gave_up`: whether somebody has.
+__device__ __forceinline__ void wait_for_turn(u32* gave_up, const u32* turn, u32 own) {
+    constexpr u32 MOST = 1 << 22, OFTEN = 1 << 10;
+    for (u32 looks = 1; look_up(turn) != own; ++looks) {
+        if (looks % OFTEN != 0 || (looks < MOST && look_up(gave_up) == 0)) continue;
+        publish(gave_up, 1);
+        return;
+    }
+}
+
+// By a third one: add to dQ, in the order of the tiles of keys, what the warpgroups have written, as often as they call add_part().
 template <class C> __device__ __forceinline__ void add_in_order(const BackwardParams& p, u32 smem, u32 first, u32 tiles) {
     constexpr int HALVES = C::WIDE ? 2 : 1;  // a step; of a half, a warpgroup has 4 parts in a row
     Ring<typename C::PartStages> parts{smem + C::DQ_SMEM};
@@ -126,7 +138,7 @@ template <class C> __device__ __forceinline__ void add_in_order(const BackwardPa
                     const int half = step % HALVES;
                     u32* const turn = p.dq_turns + FIRST_TURN + tile * TURNS + half;
                     float* const to = p.dq_sum + tile * (C::M * C::DQK) + half * C::PART_BYTES;
-                    while (look_up(turn) != own) {}
+                    wait_for_turn(p.dq_turns + 1, turn, own);
                     async_proxy_fence_gmem();
 #pragma unroll
                     for (int group = 0; group < HALVES; ++group)

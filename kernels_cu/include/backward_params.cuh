@@ -14,10 +14,10 @@ struct BackwardParams {
     float* row_lse;         // (heads_q, places): the log-sum-exp in log2 units; +inf where there is no row, or one that sees nothing
     float* row_delta;       // (heads_q, places): rowsum(dO * O) - dLSE; 0 there
     float* dq_sum;          // (heads_q, places / tile_rows, numbers of a tile in the order of its kernel): added up by blocks of keys
-    float* dbias;           // as the bias, with its strides of 0 where several logits share an element: added up, so 0 before; or null
+    void* dbias;            // as the bias, added up, so 0 before: float32, or float64 if several logits share an element; or null
     float* dsinks;          // (heads_q), or null
-    // Where dQ is added up in a fixed order, or null: how many blocks have begun; then, from FIRST_TURN on, TURNS numbers of each tile of
-    // queries, for half of its sums each, or one for all: the tile of keys whose turn it is to add to them.
+    // Where dQ is added up in a fixed order, or null: how many blocks have begun, whether one gave up waiting; from FIRST_TURN on, TURNS
+    // numbers of each tile of queries, for half of its sums each, or one for all: the tile of keys whose turn it is to add to them.
     u32* dq_turns;
     Strides dout_stride, dlse_stride, dq_stride, dk_stride, dv_stride;
     Strides dbias_stride;   // row: of queries, column: of keys
@@ -26,5 +26,6 @@ struct BackwardParams {
     i32 n_tiles;            // tiles of keys of the longest sequence
     i32 dq_columns;         // of dq_sum: the padded head size
     float scale;            // natural: of dq and dk
+    i32 dbias_shared;       // strides of dbias are 0 where an element is shared
     i32 turn_keys;          // of a tile of keys, where there is an order
 };

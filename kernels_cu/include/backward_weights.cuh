@@ -97,20 +97,20 @@ template <class C> struct BackwardWeights {
     ) const {
         if constexpr (BIAS_BYTES != 0) {
             const Strides& stride = p.dbias_stride;
-            float* head_gmem = p.dbias + batch * stride.batch + head * stride.head + key * stride.column;
+            const i64 first = batch * stride.batch + head * stride.head + row * stride.row + key * stride.column;
+            const int rows = min(end_row, p.prefill.matrix_rows) - row, keys = min(end_key, p.prefill.bias_columns) - key;
 #pragma unroll
-            for (int r = 0; r < 2 * MT; ++r) {
-                if (row + 8 * r >= end_row) continue;
-                float* row_gmem = head_gmem + (row + 8 * r) * stride.row;
+            for (int r = 0; r < 2 * MT; ++r)
 #pragma unroll
                 for (int nt = 0; nt < NT; ++nt)
 #pragma unroll
                     for (int c = 0; c < 2; ++c) {
-                        const float x = dP_rmem[r / 2][nt][r % 2 * 2 + c];
                         const int on = C::Order::key(nt, c);
-                        if (key + on < end_key && x != 0.0f) add_gmem(row_gmem + on * stride.column, x);
+                        const float x = 8 * r < rows && on < keys ? dP_rmem[r / 2][nt][r % 2 * 2 + c] : 0.0f;
+                        const i64 place = first + 8 * r * stride.row + on * stride.column;
+                        if (p.dbias_shared) add_shared(static_cast<double*>(p.dbias) + place, x, stride.row == 0, stride.column == 0);
+                        else if (x != 0.0f) add_gmem(static_cast<float*>(p.dbias) + place, x);
                     }
-            }
         }
     }
 

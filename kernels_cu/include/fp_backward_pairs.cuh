@@ -31,7 +31,7 @@ template <int MASK, int SCORE, class Real> struct Pairs {
         const bool hidden = !seen || x == -infinity();
         const T weight = Real::exp2(Real::mul(x - row.base, unit)) * row.inverse;
         T ds = weight * (dp - row.delta);
-        if (!hidden) outer(ds);
+        outer(hidden ? T(0) : ds);
         if constexpr ((SCORE & SCORE_SOFTCAP) != 0) {
             const T y = Real::tanh(s * score.scale);
             ds *= (T(1) - y) * (T(1) + y);
@@ -63,10 +63,14 @@ template <int MASK, int SCORE, class Real> struct Pairs {
                     differentiate(
                         s[r / 2][nt][r % 2 * 2 + c], dp[r / 2][nt][r % 2 * 2 + c], at, j + key, seen, bias[nt][c], numbers[r], [&](T ds) {
                             if constexpr (Arrays::BIASED) {
-                                if (!dbias_gmem || row >= rows) return;
-                                const i64 place = row * p.dbias_stride.row + (j + key) * p.dbias_stride.column;
-                                if (p.shared) add_gmem(static_cast<double*>(dbias_gmem) + place, double(ds));
-                                else static_cast<Bias*>(dbias_gmem)[place] = Bias(ds);
+                                if (!dbias_gmem) return;
+                                const bool there = row < min(rows, p.matrix_rows) && j + key < p.bias_columns;
+                                const Strides& stride = p.dbias_stride;
+                                const i64 place = row * stride.row + (j + key) * stride.column;
+                                if (p.shared)
+                                    add_shared(
+                                        static_cast<double*>(dbias_gmem) + place, there ? ds : T(0), stride.row == 0, stride.column == 0);
+                                else if (there && ds != T(0)) static_cast<Bias*>(dbias_gmem)[place] = Bias(ds);
                             }
                         });
                 }
