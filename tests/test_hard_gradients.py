@@ -292,3 +292,33 @@ def test_rows_that_see_only_the_sink(sink: float, dtype: np.dtype, target: Targe
     g = devices.run(target, cuflash.attention_backward, normal(1, q.shape, dtype), q, k, v, out, lse, arrays=6, dlse=dlse, **options)
     assert not g.dq.any() and not g.dk.any() and not g.dv.any()
     assert_values(np.asarray(g.dsinks), [6, 15], "dsinks")
+
+
+HIDDEN = {
+    "upper left": ({"causal": "upper_left"}, np.arange(130) >= 40),
+    "window": ({"window": (20, -1)}, np.arange(130) < 130 - 40 - 20),
+    "window, causal": ({"window": (3, 0), "causal": "upper_left"}, np.arange(130) >= 40),
+    "lengths": ({"kv_lengths": [90], "kv_start": [5]}, (np.arange(130) < 5) | (np.arange(130) >= 90)),
+    "mask": ({"mask": np.arange(130) % 7 != 3}, np.arange(130) % 7 == 3),
+    "mask, deterministic": ({"mask": np.arange(130) % 7 != 3}, np.arange(130) % 7 == 3),
+}
+
+
+@every_gradient_target
+@pytest.mark.parametrize("how", HIDDEN)
+@pytest.mark.parametrize("poison", [np.nan, np.inf])
+def test_keys_that_no_row_sees_do_not_matter(poison: float, how: str, dtype: np.dtype, target: Target) -> None:
+    options, hidden = HIDDEN[how]
+    more = {"deterministic": True} if "deterministic" in how else {}
+    q, k, v, dout = operands(dtype, 1, 40, 130, 2, 1)
+    out, lse = devices.run(target, cuflash.attention, q, k, v, return_lse=True, **options)
+    clean = devices.run(target, cuflash.attention_backward, dout, q, k, v, out, lse, arrays=6, **options, **more)
+    spoiled = [a.copy() for a in (k, v)]
+    spoiled[0][:, hidden], spoiled[1][:, hidden] = poison, -poison
+    found = devices.run(target, cuflash.attention_backward, dout, q, *spoiled, out, lse, arrays=6, **options, **more)
+    if raw(target):
+        for name in ("dq", "dk", "dv"):
+            assert_values(getattr(found, name), getattr(clean, name).astype(F64), name)
+    else:
+        assert_oracle(found, dout, q, k, v, **options)
+    assert not found.dk[:, hidden].any() and not found.dv[:, hidden].any() and found.dk[:, ~hidden].any()
