@@ -168,6 +168,10 @@ template <class C> __device__ __forceinline__ void walk(const BackwardBlock<C>& 
     int stage = 0;
     block.load_keys(thread_index());
     block.load_queries(thread_index(), t, stage);
+    if constexpr (C::HIDES && C::ADDS_DQ) {
+        copies_wait<0>();
+        block.clear_keys(thread_index());
+    }
     while (true) {
         const QueryTile next = block.after(t);
         const bool more = block.there(next);

@@ -36,6 +36,12 @@ template <class C> struct QueryBlock {
     Visibility<C::MASK> visible;  // narrowed to the keys that some row of the block sees
     u32 smem;
 
+    // As BackwardBlock does it.
+    __device__ __forceinline__ void clear_keys(int thread, int tile) const {
+        using Loader = TileLoader<typename C::KTile, C::THREADS, C::LOAD, C::HIDES>;
+        Loader::template clear_not_finite<typename C::In>(thread, K_smem(tile));
+    }
+
     // The last rows first: under a causal mask they see the most keys.
     __device__ __forceinline__ QueryBlock(const BackwardParams& p, u32 block, u32 smem)
         : p(p), visible(p.prefill, KeyRange{0, 0}), smem(smem) {
@@ -169,6 +175,7 @@ template <class C> __device__ __forceinline__ void walk(const QueryBlock<C>& blo
 #pragma unroll 1
     for (; tile <= last; ++tile) {
         copies_wait<0>();
+        if constexpr (C::HIDES && !C::FINDS_DELTA) block.clear_keys(thread_index(), tile);
         block_barrier<C::THREADS>();  // its keys are there, and nobody needs those of the tile before
         if (C::STAGES == 2 && tile < last) block.load_keys(thread_index(), tile + 1);
         warp.step(block, score, tile);

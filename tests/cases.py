@@ -33,13 +33,14 @@ NUMBA_CUDA = (Target("numba-cuda", "fa1"), Target("numba-cuda", "decode"))
 CUDA = (Target("cuda", "fa3"), Target("cuda", "fa2"), Target("cuda", "fa1"), Target("cuda", "decode"), Target("cuda", "naive"))
 ALL_TARGETS = (*HOST, *NUMBA_CUDA, *CUDA)
 GRADIENT_HOST = (Target("reference", "naive"), Target("cpu", "fa2"))
+GRADIENT_CUDA = (Target("cuda", "fa3"), Target("cuda", "fa2"))
 
 # What this process runs: in Numba's simulator only that (its threads are Python's: tiny cases), with a GPU what runs there.
 if devices.SIMULATED:
     TARGETS, GRADIENT_TARGETS = NUMBA_CUDA, NUMBA_CUDA[:1]
 elif devices.gpu_wanted():
     TARGETS = (*NUMBA_CUDA, *(t for t in CUDA if t.kernel != "fa3" or devices.hopper()))
-    GRADIENT_TARGETS = NUMBA_CUDA[:1]
+    GRADIENT_TARGETS = (*NUMBA_CUDA[:1], *(t for t in GRADIENT_CUDA if t.kernel != "fa3" or devices.hopper()))
 else:
     TARGETS, GRADIENT_TARGETS = HOST, GRADIENT_HOST
 
@@ -87,12 +88,35 @@ ABSENT: dict[str, dict[str, str]] = {
     },
 }
 
+# The same of gradients. A broadcast bias has a gradient that is a sum, for which kernels without atomics or without an order have no place.
+GRADIENTS_ABSENT: dict[str, dict[str, str]] = {
+    "numba-cuda/fa1": {"deterministic broadcast bias": "in no fixed order", "page_table": "several sequences share a page"},
+    "cuda/fa2": {
+        **{name: f"{name} is not part" for name in ("score_mod", "mask_mod")},
+        "sqdist": "score='sqdist' is not part", "page_table": "page_table",
+        **{f"{dtype} broadcast bias": "a bias that is broadcast" for dtype in ("float32", "float64")},
+        **{f"{dtype} deterministic broadcast bias": "with a broadcast bias" for dtype in ("float16", "bfloat16")},
+        **{f"{dtype} sinks": "sinks: " for dtype in ("float16", "bfloat16")},
+    },
+    "cuda/fa3": {
+        **{name: f"{name} is not part" for name in ("score_mod", "mask_mod")},
+        **{name: f"{name}: kernel='fa2' has it" for name in ("softcap", "alibi_slopes", "bias", "mask", "page_table")},
+        **{dtype: f"{dtype} arrays; it multiplies 16-bit numbers" for dtype in ("float32", "float64")},
+        "sqdist": "score='sqdist' is not part", "sinks": "sinks: ", "deterministic": "in no fixed order", "strides": "it loads boxes",
+        "head sizes": "it takes multiples of 8",
+    },
+}
 
-def absent(target: Target, dtype: np.dtype, options: Mapping[str, Any]) -> list[str]:
-    """Words of the reasons for which a target may decline a call with these options."""
+
+def absent(target: Target, dtype: np.dtype, options: Mapping[str, Any], gradients: bool = False) -> list[str]:
+    """Words of the reasons for which a target may decline a call with these options, or to differentiate it."""
+    of = target.name.replace("emulator", "cuda")  # which runs the same kernels
     asked = {name for name, value in options.items() if value is not None and not (name == "num_splits" and value == 1)}
+    if gradients:
+        asked |= _asked_of_gradients(options)
+        asked -= set() if options.get("deterministic") else {"deterministic"}
     asked |= {f"{dtype.name} {name}" for name in asked} | ({f"packed {name}" for name in asked} if options.get("packed") else set())
-    asked |= {dtype.name, "strides", "results"} | ({"sqdist"} if options.get("score") == "sqdist" else set())
+    asked |= {dtype.name, "strides", "results", "head sizes"} | ({"sqdist"} if options.get("score") == "sqdist" else set())
     if np.ndim(options.get("scale")) == 0 and options.get("scale") == 0:
         asked.add("scale of 0")
     asked |= {"page_table"} if "cache_batch_index" in asked else set()  # which is one
@@ -101,7 +125,15 @@ def absent(target: Target, dtype: np.dtype, options: Mapping[str, Any]) -> list[
         asked |= {f"{dtype.name} to {out_dtype.name}"} | ({"out"} if target.kernel == "naive" else set())
     else:
         asked.discard("out")
-    return [words for name, words in ABSENT.get(target.name, {}).items() if name in asked]
+    return [words for name, words in (GRADIENTS_ABSENT if gradients else ABSENT).get(of, {}).items() if name in asked]
+
+
+def _asked_of_gradients(options: Mapping[str, Any]) -> set[str]:
+    """What is asked of the backward pass besides; a bias of an axis of 1, or of few axes, is broadcast."""
+    shape = np.shape(options["bias"]) if options.get("bias") is not None else (0,) * 4
+    if len(shape) == 4 and 1 not in shape:
+        return set()
+    return {"broadcast bias"} | ({"deterministic broadcast bias"} if options.get("deterministic") else set())
 
 
 TAILS = (1, 2, 63, 64, 65, 127, 128, 129, 257)

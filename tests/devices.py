@@ -82,22 +82,33 @@ class Carrier:
 
 def run(target: Any, function: Callable, *args: Any, arrays: int = 3, **options: Any) -> Any:
     """``call`` with the target's kernel and backend named; what the target does not have yet is skipped, as listed in cases.py."""
-    from cases import absent
-
     try:
         return call(target, function, args, {**options, "kernel": target.kernel, "backend": target.backend}, arrays)
     except NoBackendError as error:
-        asked = {**options, "packed": True} if function.__name__.startswith("attention_varlen") else options
-        words = next((words for words in absent(target, args[0].dtype, asked) if words in str(error)), None)
+        words = listed(target, function, args, options, error)
         if words is None:
             raise
         pytest.skip(f"declined, as listed: {words}")
+
+
+def listed(target: Any, function: Callable, args: tuple, options: dict[str, Any], error: NoBackendError) -> str | None:
+    """The words of cases.py for the reason of a target that declined such a call; None if it may not decline it."""
+    from cases import absent
+
+    gradients = function.__name__.endswith("_backward")
+    asked = {**options, "packed": True} if function.__name__.startswith("attention_varlen") else options
+    reasons = absent(target, args[1 if gradients else 0].dtype, asked, gradients)
+    return next((words for words in reasons if words in str(error)), None)
 
 
 def call(target: Any, function: Callable, args: tuple, options: dict[str, Any], arrays: int = 3) -> Any:
     """``function(*args, **options)`` where the target computes; the first ``arrays`` arguments are arrays of the device."""
     if SIMULATED or target.backend in ("cpu", "reference"):
         return function(*args, **options)
+    if target.backend == "emulator":
+        from emulated_gradients import call as emulate
+
+        return emulate(function, args, options)
     carrier = Carrier()
     moved = [carrier.there(a) if n < arrays else a for n, a in enumerate(args)]
     there = {name: carrier.there(x) if name in ON_DEVICE and x is not None else x for name, x in options.items()}

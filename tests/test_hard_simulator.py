@@ -17,6 +17,7 @@ PARTS = (
     ("test_conformance.py", "numba-cuda/fa1", 150),
     ("test_conformance.py", "numba-cuda/decode", 150),
     ("test_gradients.py", "numba-cuda", 40),
+    ("test_hard_gradients.py", "float32 and (case_1_ or case_2_ or case_3_ or case_26 and 2-5 or case_31 or case_64 or sink)", 11),
     ("test_numba_cuda.py", "test", 25),
 )
 

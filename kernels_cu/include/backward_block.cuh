@@ -41,13 +41,15 @@ template <class C> struct BackwardBlock {
     int batch, head, key;  // head: of the keys; key: the first one
     Sequence seq;
     Visibility<C::MASK> visible;
-    KeyRange keys, rows;  // keys of the block that count, within the sequence; rows that see any of them
+    KeyRange keys, rows;  // keys of the block that some row may see, within the sequence; rows that see any of them
     i64 first_place;
     u32 smem;
 
     __device__ __forceinline__ BackwardBlock(const BackwardParams& p, const KeyBlock& tile, const Sequence& seq, u32 smem)
         : p(p), batch(tile.batch), head(tile.head), key(tile.key), seq(seq), visible(p.prefill, seq),
-          keys{max(key, seq.kv_start), min(key + C::N, seq.kv_length)}, rows{0, 0}, first_place(first_place_of(p, batch, seq)), smem(smem) {
+          keys(visible.of_any(seq.position, seq.position + seq.q_length - 1)), rows{0, 0}, first_place(first_place_of(p, batch, seq)),
+          smem(smem) {
+        keys = {max(key, keys.begin), min(key + C::N, keys.end)};
         if (keys.empty()) return;
         const KeyRange any = visible.positions_of_any(keys.begin, keys.end - 1);
         rows = {max(any.begin - seq.position, 0), min(any.end - seq.position, seq.q_length)};
@@ -79,6 +81,13 @@ template <class C> struct BackwardBlock {
         const TileLoader<typename C::VTile, C::THREADS, C::LOAD, C::HIDES> v(f.v, f.v_stride, batch, seq.k_begin, head, f.head_dim_v);
         k.load(thread, smem + C::K_SMEM, key, keys.begin, keys.end);
         v.load(thread, smem + C::V_SMEM, key, keys.begin, keys.end);
+    }
+
+    // What this thread has loaded of K, without NaN and infinities: 0 * x is NaN for them, and a mask may hide their keys from all rows.
+    // Rows that see such keys are NaN by their log-sum-exp (but for infinities under a softcap, whose logits are finite).
+    __device__ __forceinline__ void clear_keys(int thread) const {
+        using Loader = TileLoader<typename C::KTile, C::THREADS, C::LOAD, C::HIDES>;
+        Loader::template clear_not_finite<typename C::In>(thread, smem + C::K_SMEM);
     }
 
     // Rows that see none of the keys become 0, whatever they hold.

@@ -28,8 +28,9 @@ template <class C, class Tile> __device__ __forceinline__ void load_keys(
     const BackwardFa3Params& p, const KeyTile<C>& keys, const TensorMap& map, u32 smem, const Ring<typename C::KStages>& stage,
     Ring<typename C::TailStages>& tail) {
     const Sequence& seq = keys.seq;
-    const bool clear = keys.key < seq.kv_start ||
-        (keys.key + C::N > seq.kv_length && seq.k_begin + seq.kv_length < p.backward.prefill.k_rows);
+    const KeyRange live = keys.live_keys();
+    const bool clear = keys.key < live.begin ||
+        (keys.key + C::N > live.end && seq.k_begin + live.end < p.backward.prefill.k_rows);
     const u32 barrier = clear ? tail.full() : stage.full();
     const bool lead = thread_index() % 32 == 0;
     stage.wait_empty();
@@ -40,7 +41,7 @@ template <class C, class Tile> __device__ __forceinline__ void load_keys(
     if (!clear) return;
     tail.wait_full();
     tail.advance();
-    clear_outside<Tile>(thread_index() % 32, smem, seq.kv_start - keys.key, seq.kv_length - keys.key);
+    clear_outside<Tile>(thread_index() % 32, smem, live.begin - keys.key, live.end - keys.key);
     if (lead) mbarrier_arrive(stage.full());
 }
 

@@ -42,6 +42,11 @@ template <class C> struct KeyTile {
         whole_end = uniform(cut ? 0 : all.end - seq.position >= seq.q_length ? last + 1 : max(all.end - seq.position, 0) / C::M);
     }
 
+    // Keys of the sequence that some row sees: others may hold anything.
+    __device__ __forceinline__ KeyRange live_keys() const {
+        return visible.of_any(seq.position, seq.position + seq.q_length - 1);
+    }
+
     // Rows of the sequence that see a key at all: dO of others may hold anything.
     __device__ __forceinline__ KeyRange live_rows() const {
         if (seq.kv_start >= seq.kv_length) return {0, 0};
