@@ -129,9 +129,9 @@ def absent(target: Target, dtype: np.dtype, options: Mapping[str, Any], gradient
 
 
 def _asked_of_gradients(options: Mapping[str, Any]) -> set[str]:
-    """What is asked of the backward pass besides; a bias of an axis of 1, or of few axes, is broadcast."""
-    shape = np.shape(options["bias"]) if options.get("bias") is not None else (0,) * 4
-    if len(shape) == 4 and 1 not in shape:
+    """What is asked of the backward pass besides; a bias of an axis of 1, of few axes, or that is such a view, is broadcast."""
+    bias = options.get("bias")
+    if bias is None or bias.ndim == 4 and 1 not in bias.shape and 0 not in bias.strides:
         return set()
     return {"broadcast bias"} | ({"deterministic broadcast bias"} if options.get("deterministic") else set())
 

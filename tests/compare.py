@@ -124,6 +124,17 @@ def expect_precisely(problems: Sequence[Problem]) -> Expected:
     It runs more often the fewer rows there are, also with plain loops over the features, and for 16-bit arrays with sums as tensor cores
     make them; and where it computes in float64, the oracle has long doubles: else its own rounding would count as none, as it is the same.
     """
+    runs = precise_runs(problems)
+    if problems[0].compute_dtype != np.float64:
+        return expect(problems, runs=runs)
+    with unittest.mock.patch.object(reference, "widened", lambda a: a.astype(np.longdouble)):
+        slopes = [p.alibi_slopes for p in problems]
+        wide = [p if a is None else p.replace(alibi_slopes=a.astype(np.longdouble)) for p, a in zip(problems, slopes, strict=True)]
+        return expect(wide, runs=runs)
+
+
+def precise_runs(problems: Sequence[Problem]) -> list[Run]:
+    """Very many runs of the naive computation where there are few rows, by loops and by BLAS."""
     rows = sum(math.prod(p.lse_shape) for p in problems)
     count = min(512, max(FEWEST_RUNS, 16384 // max(rows, 1)))
     small = problems[0].q.dtype.itemsize == 2
@@ -132,12 +143,7 @@ def expect_precisely(problems: Sequence[Problem]) -> Expected:
         Run(np.random.default_rng(n).permutation, loop=n % 2 == 1, loop_features=n % 4 > 1, chop=small and n % 4 == 3)
         for n in range(1, count)
     ]
-    if problems[0].compute_dtype != np.float64:
-        return expect(problems, runs=runs)
-    with unittest.mock.patch.object(reference, "widened", lambda a: a.astype(np.longdouble)):
-        slopes = [p.alibi_slopes for p in problems]
-        wide = [p if a is None else p.replace(alibi_slopes=a.astype(np.longdouble)) for p, a in zip(problems, slopes, strict=True)]
-        return expect(wide, runs=runs)
+    return runs
 
 
 class ExpectedGradients(NamedTuple):
@@ -191,6 +197,7 @@ class Run(NamedTuple):
     loop: bool  # over the keys one by one, not by BLAS
     loop_features: bool = False  # likewise over the features, in the scores
     chop: bool = False  # and there sums are rounded toward zero, as tensor cores do it
+    short: bool = False  # weights and gradients of scores are rounded to q's dtype before products, as 16-bit kernels do it
 
 
 def naive_runs(elements: int) -> Iterator[Run]:
@@ -212,6 +219,7 @@ class _Naive(NamedTuple):
     out: np.ndarray
     lse: np.ndarray
     scale: np.ndarray | float
+    logits: np.ndarray
 
 
 def _blocks(problem: Problem, run: Run) -> Iterator[tuple[reference.Block, np.ndarray]]:
@@ -264,7 +272,7 @@ def _naive_block(
     out = (_loop(p, v) if loop and np.isfinite(v).all() else reference.weighted_sum(p, visible, v)) / divisor[:, None]
     return _Naive(
         q, k, v, scores, before_mod, visible, np.where(visible, p / divisor[:, None], c(0)), sink_weight / divisor, out,
-        shift + np.log(total), scale,
+        shift + np.log(total), scale, s,
     )
 
 
@@ -321,9 +329,13 @@ def naive_gradients(problem: Problem, run: Run) -> Gradients:
             empty = ~f.visible.any(axis=1)
             dout = np.where(empty[:, None], c(0), problem.dout.array[block.query_index].astype(c))
             dlse = np.zeros(len(dout), c) if problem.dlse is None else problem.dlse.array[block.lse_index].astype(c)
-            dp = dout @ f.v.T
-            delta = (f.weights * dp).sum(axis=1)
-            ds = np.where(f.visible, f.weights * (dp + (dlse - delta)[:, None]), c(0))
+            dp, weights = dout @ f.v.T, f.weights
+            if run.loop_features:  # as others compute it: else nothing is lost where one key has all the weight
+                order = run.order(problem.head_dim_v)
+                dp = _loop(dout[:, order], f.v.T[order])
+                weights = np.where(f.visible, np.exp(f.logits - f.lse[:, None]), c(0))
+            delta = (dout * f.out).sum(axis=1) if run.loop_features and run.loop else (weights * dp).sum(axis=1)
+            ds = np.where(f.visible, weights * (dp + (dlse - delta)[:, None]), c(0))
             if dsinks is not None:
                 dsinks[block.head] += (f.sink_weight * (dlse - delta)).sum()
             if problem.score_mod is not None:
@@ -332,6 +344,8 @@ def naive_gradients(problem: Problem, run: Run) -> Gradients:
                 dbias[block.plane][block.rows, block.keys] = ds
             if problem.softcap:
                 ds = ds * (1 - np.tanh(f.scores / c(problem.softcap)) ** 2)
+            if run.short:
+                weights, ds = (a.astype(problem.q.dtype).astype(c) for a in (weights, ds))
             back = np.argsort(features)
             if problem.score == "dot":
                 ds = ds * f.scale
@@ -342,7 +356,7 @@ def naive_gradients(problem: Problem, run: Run) -> Gradients:
                 dq[block.query_index] = slope.sum(axis=1)[:, back]
                 dkeys = -slope.sum(axis=0)[:, back]
             np.add.at(dk, block.key_index, dkeys)
-            np.add.at(dv, block.key_index, f.weights.T @ dout)
+            np.add.at(dv, block.key_index, weights.T @ dout)
     if dbias is not None:
         dbias = reference.reduced(dbias, problem.bias.shape if problem.bias_shape is None else problem.bias_shape)
     return Gradients(dq, dk, dv, dbias, dsinks)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -168,7 +169,7 @@ def run(built: Built, target: Target) -> tuple[np.ndarray, np.ndarray | None]:
         options["return_lse"] = True
     function = call.function
     if e.on_device and target.backend in ("cuda", "numba-cuda"):
-        function = _with_device_indices(function, e.on_device)
+        function = with_device_indices(function, e.on_device)
     inputs = [(a, a.tobytes()) for a in call.inputs()]
     result = devices.call(target, function, call.args, options)
     out, lse = result if e.lse == "returned" else (result, call.lse if e.lse else None)
@@ -178,15 +179,17 @@ def run(built: Built, target: Target) -> tuple[np.ndarray, np.ndarray | None]:
     return out, lse
 
 
-def _with_device_indices(function: Any, dtype: str) -> Any:
+def with_device_indices(function: Any, dtype: str, arrays: int = 3) -> Any:
+    """The function with what follows so many arrays, and the options that are index arrays, on the device."""
     import cupy
 
     def there(x: Any) -> Any:
         return cupy.asarray(np.asarray(x, dtype))
 
-    def called(q: Any, k: Any, v: Any, *index: Any, **options: Any) -> Any:
+    @functools.wraps(function)
+    def called(*args: Any, **options: Any) -> Any:
         moved = {name: there(options[name]) for name in INDICES if options.get(name) is not None}
-        return function(q, k, v, *map(there, index), **{**options, **moved})
+        return function(*args[:arrays], *map(there, args[arrays:]), **{**options, **moved})
 
     return called
 
@@ -201,6 +204,11 @@ def emulated(built: Built) -> Problem:
     make = build_varlen if e.packed is not None else build_attention
     problem = make(*call.args, **options)
     problem = with_outputs(problem, call.out, call.lse, True, e.layout, call.args[0].ndim)[0]
+    return indices_there(problem, e)
+
+
+def indices_there(problem: Problem, e: Example) -> Problem:
+    """With views in the place of index arrays that the example has on the device."""
     if not e.on_device:
         return problem
     found = {name: np.asarray(x, e.on_device) for name in INDICES if (x := getattr(problem, name)) is not None}

@@ -113,6 +113,20 @@ def some_kinds(number: int, count: int, info: device.DeviceInfo, kernel: str = "
     return taken
 
 
+@dataclasses.dataclass(frozen=True)
+class Pass:
+    """What is fuzzed."""
+
+    script: Path
+    error: str  # what the number of an example means
+    draw: Callable[[Kind, int, int, int], Any]  # examples of a kind: the longest, percents for naive and for fa3
+    tester: Callable[[str, Path], Callable[[Any], float]]  # for a target and a folder
+    may_decline: Callable[[Any, str, str], bool]  # this example, this kernel, with this reason
+    kinds: Callable[[int, int, device.DeviceInfo, str], list[Kind]]  # a seed, how many, for a GPU and a target
+    sources: Callable[..., list[jit.Source]] | None = sources  # None: what problems need is not known beforehand
+    names: tuple = (Example, Kind)  # in the text of an example
+
+
 # --- what a worker does ------------------------------------------------------------------------------------------------
 
 
@@ -141,7 +155,7 @@ def tester(target: str, folder: Path) -> Callable[[Example], float]:
 
 
 def search(
-    kind: Kind, count: int, number: int, test: Callable[[Example], float], target: str, folder: Path, until: float
+    what: Pass, kind: Kind, count: int, number: int, test: Callable[[Any], float], target: str, folder: Path, until: float
 ) -> dict[str, Any]:
     """Examine so many problems of a kind; the smallest that fails is kept."""
     tally: collections.Counter[str] = collections.Counter()
@@ -149,7 +163,7 @@ def search(
     failed: dict[str, str] = {}
     worst, first = [0.0, ""], [0.0]
 
-    def body(e: Example) -> None:
+    def body(e: Any) -> None:
         text = repr(e)
         late = time.monotonic() > (first[0] + SHRINK_SECONDS if failed else until)
         if late and text not in failed:
@@ -158,13 +172,16 @@ def search(
         try:
             error = test(e)
         except NoBackendError as reason:
-            if re.search(DECLINED.get(kernel or e.kernel, "$^"), str(reason)):
+            if what.may_decline(e, kernel or e.kernel, str(reason)):
                 tally["declined"] += 1
                 return
             raise _noted(failed, first, text, reason) from None
         except Exception as reason:
             raise _noted(failed, first, text, reason) from None
         tally["problems"] += 1
+        if math.isinf(error):
+            tally["right but for 16 bits"] += 1
+            error = 0.0
         tally[f"{e.kernel} {kind.dtype}"] += 1
         for name, there in (("packed", e.packed), ("paged", e.page_size), ("lengths", e.kv_lengths), ("device", e.on_device)):
             tally[name] += bool(there)
@@ -174,7 +191,7 @@ def search(
     naive = 12 if target == "cuda" else 0
     longest = EMULATED_LONGEST if target.startswith("emulator") else LONGEST
     hopper = 100 if kernel == "fa3" else 40 if target == "cuda" and device.probe(0).cc == (9, 0) else 0
-    run = given(examples([kind], longest, naive, hopper))(body)
+    run = given(what.draw(kind, longest, naive, hopper))(body)
     run = seed(number)(run)
     run = settings(
         max_examples=count, deadline=None, database=DirectoryBasedExampleDatabase(folder / "examples"), print_blob=False,
@@ -206,18 +223,18 @@ def _noted(failed: dict[str, str], first: list[float], text: str, reason: BaseEx
     return reason
 
 
-def work(arguments: argparse.Namespace) -> None:
+def work(what: Pass, arguments: argparse.Namespace) -> None:
     """Examine the kinds whose numbers come by the line."""
     folder = Path(arguments.folder)
     if arguments.target.startswith("cuda"):
         import cupy
 
         cupy.zeros(1)
-    test = tester(arguments.target, folder)
+    test = what.tester(arguments.target, folder)
     for line in sys.stdin:
         task = json.loads(line)
         kind = Kind(**task["kind"])
-        report = search(kind, task["count"], task["seed"], test, arguments.target, folder, time.monotonic() + task["seconds"])
+        report = search(what, kind, task["count"], task["seed"], test, arguments.target, folder, time.monotonic() + task["seconds"])
         print(json.dumps(report), flush=True)
         if report["broken"]:
             return
@@ -229,15 +246,15 @@ def work(arguments: argparse.Namespace) -> None:
 class Workers:
     """Processes that examine kinds, one after the other each."""
 
-    def __init__(self, arguments: argparse.Namespace, folder: Path, tasks: list[dict[str, Any]], until: float):
-        self.arguments, self.folder, self.until = arguments, folder, until
+    def __init__(self, what: Pass, arguments: argparse.Namespace, folder: Path, tasks: list[dict[str, Any]], until: float):
+        self.script, self.arguments, self.folder, self.until = what.script, arguments, folder, until
         self.tasks: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         for task in tasks:
             self.tasks.put(task)
         self.reports: list[dict[str, Any]] = []
 
     def start(self) -> subprocess.Popen:
-        command = [sys.executable, __file__, "--work", "--folder", self.folder, "--target", self.arguments.target]
+        command = [sys.executable, self.script, "--work", "--folder", self.folder, "--target", self.arguments.target]
         return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     def serve(self, process: subprocess.Popen) -> None:
@@ -278,14 +295,14 @@ class Workers:
         return self.reports
 
 
-def fuzz(arguments: argparse.Namespace, folder: Path) -> int:
+def fuzz(what: Pass, arguments: argparse.Namespace, folder: Path) -> int:
     started = time.monotonic()
     until = started + arguments.seconds
     on_gpu = arguments.target.startswith("cuda")
     info = device.probe(0) if on_gpu else device.KNOWN["H200"]
     kernel = arguments.target.partition("/")[2]
-    of = some_kinds(arguments.seed, arguments.kinds, info, kernel)
-    planned = sources(of, info, kernel)
+    of = what.kinds(arguments.seed, arguments.kinds, info, arguments.target)
+    planned = what.sources(of, info, kernel) if what.sources else []
     count = -(-arguments.problems // len(of))
     tasks = [{"kind": vars(kind), "count": count, "seed": arguments.seed * 1000 + n} for n, kind in enumerate(of)]
 
@@ -295,18 +312,20 @@ def fuzz(arguments: argparse.Namespace, folder: Path) -> int:
             made = [what for _, _, what, _ in jit.precompile([(source, info.arch) for source in planned], arguments.jobs)]
             print(f"{made.count('compiled')} of {len(made)} instances compiled in {time.monotonic() - before:.1f} s", flush=True)
 
-    reports = Workers(arguments, folder, tasks, until).run(arguments.jobs, compile_all)
-    return summary(reports, planned, len(tasks), arguments, time.monotonic() - started)
+    reports = Workers(what, arguments, folder, tasks, until).run(arguments.jobs, compile_all)
+    return summary(what, reports, planned, len(tasks), arguments, time.monotonic() - started)
 
 
-def summary(reports: list[dict[str, Any]], planned: list[jit.Source], tasks: int, arguments: argparse.Namespace, seconds: float) -> int:
+def summary(
+    what: Pass, reports: list[dict[str, Any]], planned: list[jit.Source], tasks: int, arguments: argparse.Namespace, seconds: float
+) -> int:
     """Print what was done and what failed; the exit status."""
     tally: collections.Counter[str] = collections.Counter()
     for report in reports:
         tally.update(report["tally"])
     loaded = {name for report in reports for name in report["loaded"]}
     failures = [report["failure"] for report in reports if "failure" in report]
-    stray = sorted(loaded - {source.name for source in planned})
+    stray = sorted(loaded - {source.name for source in planned}) if what.sources else []
     print(
         f"seed {arguments.seed}, {arguments.target}: {tally['problems']} problems of {len(reports)} of {tasks} kinds in {seconds:.0f} s, "
         f"{len(planned)} instances planned, {len(loaded)} loaded, {len(failures)} kinds with failures"
@@ -314,19 +333,19 @@ def summary(reports: list[dict[str, Any]], planned: list[jit.Source], tasks: int
     print("; ".join(f"{name} {n}" for name, n in sorted(tally.items()) if name != "problems"))
     worst = max(reports, key=lambda r: r["worst"][0], default=None)
     if worst is not None:
-        print(f"largest error of out: {worst['worst'][0]:.2f} eps of its largest element, {worst['worst'][1]}")
+        print(f"largest error: {what.error.format(worst['worst'][0])}, {worst['worst'][1]}")
     for failure in failures:
-        print(f'\n{failure["error"][:1500]}\npython3 tests/fuzz_forward.py --target {arguments.target} --run "{failure["example"]}"')
+        print(f'\n{failure["error"][:1500]}\npython3 tests/{what.script.name} --target {arguments.target} --run "{failure["example"]}"')
     if stray:
         print(f"instances that were not planned: {', '.join(stray)}")
     short = tally["problems"] < 0.9 * arguments.problems - tally["declined"]
     if short:
         print(f"only {tally['problems']} of {arguments.problems} problems were done")
-    return int(bool(failures or short or len(loaded) > MOST_INSTANCES))
+    return int(bool(failures or short or what.sources and len(loaded) > MOST_INSTANCES))
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def main(what: Pass) -> int:
+    parser = argparse.ArgumentParser(description=sys.modules["__main__"].__doc__.splitlines()[0])
     parser.add_argument("--problems", type=int, default=5000)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--target", default="cuda")
@@ -338,17 +357,24 @@ def main() -> int:
     parser.add_argument("--work", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.work:
-        work(arguments)
+        work(what, arguments)
         return 0
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(arguments.folder or scratch)
         folder.mkdir(parents=True, exist_ok=True)
         if arguments.run:
-            error = tester(arguments.target, folder)(eval(arguments.run, {"Example": Example, "Kind": Kind, "np": np}))
-            print(f"right, error {error:.2f} eps of the largest element")
+            named = {kind.__name__: kind for kind in what.names}
+            error = what.tester(arguments.target, folder)(eval(arguments.run, {**named, "np": np}))
+            print(f"right, {what.error.format(error)}")
             return 0
-        return fuzz(arguments, folder)
+        return fuzz(what, arguments, folder)
 
+
+FORWARD = Pass(
+    Path(__file__), "{:.2f} eps of out's largest element", lambda kind, *numbers: examples([kind], *numbers), tester,
+    lambda e, kernel, reason: bool(re.search(DECLINED.get(kernel, "$^"), reason)),
+    lambda number, count, info, target: some_kinds(number, count, info, target.partition("/")[2]),
+)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(FORWARD))

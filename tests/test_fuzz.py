@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import subprocess
 import sys
 from pathlib import Path
 
+import compare
+import fuzz_backward
 import fuzz_check
 import numpy as np
 import pytest
 from case import BF16, F32
-from cases import TARGETS, Target
+from cases import GRADIENT_TARGETS, TARGETS, Target
 from cuflash import NoBackendError, device, structs
 from cuflash import problem as problems
 from cuflash.arrays import view
 from cuflash.backends import cuda
 from emulator import emulate
+from fuzz_backward import Backward
 from fuzz_forward import DECLINED, sources
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 
 import devices
 import fuzz
@@ -50,6 +54,47 @@ def test_problems_of_all_kinds(target: Target) -> None:
                 raise
 
     examine()
+
+
+@pytest.mark.parametrize("target", [t for t in GRADIENT_TARGETS if t.backend in ("cpu", "cuda")], ids=lambda t: t.name)
+def test_gradients_of_all_kinds(target: Target) -> None:
+    wanted = fuzz_backward.some_kinds(1, 60, target.name)
+
+    @settings(few, max_examples=80)
+    @given(fuzz_backward.backwards(wanted, longest=200, hopper=100 if target.kernel == "fa3" else 0))
+    def examine(e: Backward) -> None:
+        try:
+            fuzz_backward.examine(e, target)
+        except NoBackendError as reason:
+            if not fuzz_backward.declines(e, target, str(reason)):
+                raise
+
+    examine()
+
+
+@pytest.mark.skipif(emulate.why_unusable() is not None, reason="kernels cannot be emulated here")
+@pytest.mark.parametrize("kernel", ["fa2", "fa3"])
+def test_gradients_on_the_emulator(kernel: str, tmp_path: Path) -> None:
+    examine = fuzz_backward.tester(f"emulator/{kernel}", tmp_path)
+    kinds = {
+        "fa2": [
+            Kind(dtype="bfloat16", out="bfloat16", d=64, dv=96, side="left", bias="float32", softcap=True, load=4),
+            Kind(dtype="float16", d=32, dv=32, side="right", mask=True, alibi=True),
+            Kind(dtype="float32", out="float32", d=32, dv=64, side="right", load=4, folded=False),
+        ],
+        "fa3": [Kind(dtype="bfloat16", out="bfloat16", d=128, dv=96, side="left"), Kind(d=64, dv=64, side="right")],
+    }[kernel]
+
+    @settings(few, max_examples=15, phases=[Phase.explicit, Phase.generate])
+    @given(fuzz_backward.backwards(kinds, longest=100, hopper=100 if kernel == "fa3" else 0))
+    def run(e: Backward) -> None:
+        try:
+            examine(e)
+        except NoBackendError as reason:
+            if not fuzz_backward.may_decline(e, kernel, str(reason)):
+                raise
+
+    run()
 
 
 @pytest.mark.skipif(emulate.why_unusable() is not None, reason="kernels cannot be emulated here")
@@ -137,10 +182,39 @@ def test_what_no_row_sees_is_garbage() -> None:
     problems.build_attention(q, k, v, **built.call.options)
 
 
+def test_a_wrong_gradient_is_seen() -> None:
+    """A key too many, a row left out, a sum over half a group."""
+    kind = Kind(dtype="float32", out="float32", bias="float32")
+    of = Example(kind, sq=70, sk=70, ratio=2, causal=True, bias_axes="1 Hq Sq Sk", sinks=True)
+    given = fuzz_backward.present(Backward(of, memory=("padded", "transposed", "contiguous", "reversed")))
+    found = fuzz_backward.run(given, Target("cpu", "fa2"))
+    assert 0 < fuzz_backward.check(given, found) <= 1
+    for name, place in (("dq", (0, 69, 0, 0)), ("dk", (0, 5, 0, 3)), ("dv", (0, 0, 0, 0)), ("dbias", (0, 1, 3, 3)), ("dsinks", (1,))):
+        wrong = getattr(found, name).copy()
+        wrong[place] += 1e-4 * abs(wrong).max()
+        with pytest.raises(AssertionError, match=name):
+            fuzz_backward.check(given, dataclasses.replace(found, **{name: wrong}))
+
+
+def test_delta_of_rounded_results() -> None:
+    """Gradients of the problem with another dlse are those of the formula with delta = rowsum(dO O) - dlse of O as it was handed over."""
+    given = fuzz_backward.present(Backward(Example(Kind(), sq=9, sk=20, ratio=2, d=16, dv=16, causal=True, magnitude=6.0)))
+    (p,) = given.problems
+    q, k, v, dout, out = (a.array.astype(np.float64)[0] for a in (p.q, p.k, p.v, p.dout, p.out))
+    dlse = p.dlse.array[0].astype(np.float64)
+    exact = compare.exact_gradients(fuzz_backward.with_delta_of_out(p))
+    for h in range(2):
+        s = np.where(np.arange(20) <= np.arange(9)[:, None] + 11, q[:, h] @ k[:, 0].T / 4, -np.inf)
+        weights = np.exp(s - np.logaddexp.reduce(s, axis=1)[:, None])
+        ds = weights * (dout[:, h] @ v[:, 0].T - ((dout[:, h] * out[:, h]).sum(axis=1) - dlse[h])[:, None])
+        np.testing.assert_allclose(exact.dq[0, :, h], ds @ k[:, 0] / 4, rtol=0, atol=1e-12 * abs(exact.dq).max())
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(devices.gpu_wanted(), reason="the GPU has .ci/fuzz")
-def test_the_command_runs_and_repeats_itself(tmp_path: Path) -> None:
-    command = [sys.executable, str(HERE / "fuzz_forward.py"), "--target", "cpu/fa2", "--problems", "30", "--kinds", "10", "--jobs", "1"]
+@pytest.mark.parametrize("script", ["fuzz_forward.py", "fuzz_backward.py"])
+def test_the_command_runs_and_repeats_itself(script: str) -> None:
+    command = [sys.executable, str(HERE / script), "--target", "cpu/fa2", "--problems", "30", "--kinds", "10", "--jobs", "1"]
     texts = [subprocess.run(command, capture_output=True, text=True, timeout=200, check=True).stdout for _ in range(2)]
     assert "0 kinds with failures" in texts[0]
     assert texts[0].splitlines()[1:] == texts[1].splitlines()[1:], "the same seed gives the same problems"
