@@ -301,6 +301,7 @@ HIDDEN = {
     "lengths": ({"kv_lengths": [90], "kv_start": [5]}, (np.arange(130) < 5) | (np.arange(130) >= 90)),
     "mask": ({"mask": np.arange(130) % 7 != 3}, np.arange(130) % 7 == 3),
     "mask, deterministic": ({"mask": np.arange(130) % 7 != 3}, np.arange(130) % 7 == 3),
+    "softcap, mask, deterministic": ({"mask": np.arange(130) % 7 != 3, "softcap": 2.0}, np.arange(130) % 7 == 3),
 }
 
 
