@@ -168,7 +168,7 @@ template <class C> __device__ __forceinline__ void walk(const BackwardBlock<C>& 
     int stage = 0;
     block.load_keys(thread_index());
     block.load_queries(thread_index(), t, stage);
-    if constexpr (C::HIDES && C::ADDS_DQ) {
+    if constexpr (C::HIDES) {
         copies_wait<0>();
         block.clear_keys(thread_index());
     }

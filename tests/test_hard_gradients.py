@@ -301,20 +301,20 @@ HIDDEN = {
     "lengths": ({"kv_lengths": [90], "kv_start": [5]}, (np.arange(130) < 5) | (np.arange(130) >= 90)),
     "mask": ({"mask": np.arange(130) % 7 != 3}, np.arange(130) % 7 == 3),
     "mask, deterministic": ({"mask": np.arange(130) % 7 != 3}, np.arange(130) % 7 == 3),
+    "softcap, mask, deterministic": ({"mask": np.arange(130) % 7 != 3, "softcap": 2.0}, np.arange(130) % 7 == 3),
 }
 
 
 @every_gradient_target
 @pytest.mark.parametrize("how", HIDDEN)
-@pytest.mark.parametrize("poison", [np.nan, np.inf])
-def test_keys_that_no_row_sees_do_not_matter(poison: float, how: str, dtype: np.dtype, target: Target) -> None:
+def test_keys_that_no_row_sees_do_not_matter(how: str, dtype: np.dtype, target: Target) -> None:
     options, hidden = HIDDEN[how]
     more = {"deterministic": True} if "deterministic" in how else {}
     q, k, v, dout = operands(dtype, 1, 40, 130, 2, 1)
     out, lse = devices.run(target, cuflash.attention, q, k, v, return_lse=True, **options)
     clean = devices.run(target, cuflash.attention_backward, dout, q, k, v, out, lse, arrays=6, **options, **more)
     spoiled = [a.copy() for a in (k, v)]
-    spoiled[0][:, hidden], spoiled[1][:, hidden] = poison, -poison
+    spoiled[0][:, hidden], spoiled[1][:, hidden] = (np.nan, np.inf) if how != "mask" else (np.inf, np.nan)
     found = devices.run(target, cuflash.attention_backward, dout, q, *spoiled, out, lse, arrays=6, **options, **more)
     if raw(target):
         for name in ("dq", "dk", "dv"):
@@ -322,3 +322,19 @@ def test_keys_that_no_row_sees_do_not_matter(poison: float, how: str, dtype: np.
     else:
         assert_oracle(found, dout, q, k, v, **options)
     assert not found.dk[:, hidden].any() and not found.dv[:, hidden].any() and found.dk[:, ~hidden].any()
+
+
+@every_gradient_target
+@pytest.mark.parametrize("garbage", [np.nan, np.inf])
+def test_a_bias_where_nothing_is_seen_does_not_matter(garbage: float, dtype: np.dtype, target: Target) -> None:
+    """At hidden places, and in rows and columns of no sequence."""
+    q, k, v, dout = (a[0] for a in operands(dtype, 1, 33, 40, 2, 1))
+    cu_q, cu_k = [0, 5, 8, 33], [0, 20, 21, 40]
+    bias = normal(5, (3, 2, 25, 20), dtype)
+    spoiled = np.full_like(bias, garbage)
+    for b, (m, n) in enumerate(zip(np.diff(cu_q), np.diff(cu_k), strict=True)):
+        seen = np.arange(n) <= np.arange(m)[:, None]
+        spoiled[b, :, :m, :n] = np.where(seen, bias[b, :, :m, :n], spoiled[b, :, :m, :n])
+    found, clean = (differentiate(target, dout, q, k, v, cu_q, cu_k, causal="upper_left", bias=x) for x in (spoiled, bias))
+    for name in ("dq", "dk", "dv", "dbias"):
+        assert_values(getattr(found, name), getattr(clean, name).astype(F64), name, 33)

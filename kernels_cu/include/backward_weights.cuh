@@ -66,6 +66,9 @@ template <class C> struct BackwardWeights {
                 for (int c = 0; c < 4; ++c) {
                     float& x = S_rmem[mt][nt][c];
                     x = exp2_fast(fmaf(x, p.logit_scale, -lse[2 * mt + c / 2]));
+                    if constexpr (BIAS_BYTES != 0) {  // which may be anything in rows that see nothing, or are none
+                        if (lse[2 * mt + c / 2] == infinity()) x = 0.0f;
+                    }
                 }
     }
 
