@@ -81,9 +81,10 @@ template <class C> struct QueryWarp {
     float dQ_rmem[C::MT][C::OT][4];
     BackwardWeights<C> w;
     float found[2 * C::MT];  // the lane's share of the sums of P * dP
+    u32 weighs;              // a bit for each of the lane's rows: whether it has had a P that is not 0
     bool blind;              // some row sees nothing, or is none
 
-    __device__ __forceinline__ QueryWarp() {
+    __device__ __forceinline__ QueryWarp() : weighs(0) {
         clear(dQ_rmem);
 #pragma unroll
         for (int r = 0; r < 2 * C::MT; ++r) found[r] = 0.0f;
@@ -123,7 +124,7 @@ template <class C> struct QueryWarp {
             w.dP_rmem, fragment_a<typename C::OTile>(block.smem + C::DO_SMEM, row(), thread),
             fragment_b<typename C::VTile>(block.V_smem(tile), thread));
         if constexpr (C::FINDS_DELTA) {
-            w.add_products(found);
+            w.add_products(found, weighs);
             return;
         }
         w.differentiate(C::HIDES || cut || blind);
@@ -146,7 +147,8 @@ template <class C> struct QueryWarp {
         }
     }
 
-    // delta, less dLSE, of the rows that see a key.
+    // delta, less dLSE, of all rows that have a log-sum-exp. That becomes infinite for those whose keys all weigh nothing: what they have is
+    // the sink, and whatever dO holds must not matter.
     __device__ __forceinline__ void write_delta(const QueryBlock<C>& block) {
         const BackwardParams& p = block.p;
         const int lane = thread_index() % 32, first = block.row + row() + lane / 4;
@@ -158,7 +160,9 @@ template <class C> struct QueryWarp {
             float x = found[r];
             x += shuffle_xor<1>(x);
             x += shuffle_xor<2>(x);
+            const u32 of_row = __ballot_sync(0xffffffffu, (weighs >> r & 1) != 0) >> lane / 4 * 4 & 15;  // of its four lanes
             if (lane % 4 != 0 || w.lse[r] == infinity()) continue;
+            if (of_row == 0) p.row_lse[place + 8 * r] = infinity();
             if (p.dlse) x -= dlse[(block.seq.q_begin + first + 8 * r) * p.dlse_stride.row];
             p.row_delta[place + 8 * r] = x;
         }

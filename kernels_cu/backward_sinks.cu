@@ -14,7 +14,8 @@ __device__ __forceinline__ void backward_sinks(const BackwardParams& p) {
     double sum = 0.0;
 #pragma unroll 4
     for (i64 place = thread; place < p.places; place += SINKS_THREADS) {
-        const float weight = exp2_fast(sink - lse[place]);  // 0 where there is no row: lse is +inf
+        // Infinite where a row has nothing but the sink, or there is none; then delta is 0.
+        const float weight = lse[place] == infinity() ? 1.0f : exp2_fast(sink - lse[place]);
         if (weight != 0.0f) sum -= double(weight) * double(delta[place]);
     }
     sums_smem[thread] = sum;

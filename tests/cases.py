@@ -93,16 +93,13 @@ GRADIENTS_ABSENT: dict[str, dict[str, str]] = {
     "numba-cuda/fa1": {"deterministic broadcast bias": "in no fixed order", "page_table": "several sequences share a page"},
     "cuda/fa2": {
         **{name: f"{name} is not part" for name in ("score_mod", "mask_mod")},
-        "sqdist": "score='sqdist' is not part", "page_table": "page_table",
-        **{f"{dtype} broadcast bias": "a bias that is broadcast" for dtype in ("float32", "float64")},
-        **{f"{dtype} deterministic broadcast bias": "with a broadcast bias" for dtype in ("float16", "bfloat16")},
-        **{f"{dtype} sinks": "sinks: " for dtype in ("float16", "bfloat16")},
+        "sqdist": "score='sqdist' is not part", "page_table": "page_table", "deterministic broadcast bias": "with a broadcast bias",
     },
     "cuda/fa3": {
         **{name: f"{name} is not part" for name in ("score_mod", "mask_mod")},
-        **{name: f"{name}: kernel='fa2' has it" for name in ("softcap", "alibi_slopes", "bias", "mask", "page_table")},
+        **{name: f"{name}: kernel='fa2' has it" for name in ("softcap", "alibi_slopes", "bias", "mask", "page_table", "sinks")},
         **{dtype: f"{dtype} arrays; it multiplies 16-bit numbers" for dtype in ("float32", "float64")},
-        "sqdist": "score='sqdist' is not part", "sinks": "sinks: ", "deterministic": "in no fixed order", "strides": "it loads boxes",
+        "sqdist": "score='sqdist' is not part", "strides": "it loads boxes",
         "head sizes": "it takes multiples of 8",
     },
 }

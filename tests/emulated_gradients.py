@@ -15,7 +15,7 @@ from cases import Target
 from cuflash import NoBackendError, device
 from cuflash import arrays as views
 from cuflash import problem as problems
-from cuflash.backends import cuda, cuda_backward, cuda_backward_fa2
+from cuflash.backends import cuda, cuda_backward
 from cuflash.device import DeviceInfo
 from cuflash.types import Gradients, Problem
 from emulator import backward, backward_fp, emulate
@@ -52,18 +52,14 @@ def differentiate(made: emulate.Emulator, problem: Problem, kernel: str, info: D
     """Gradients in canonical axis order; the ends of all arrays, or their starts, lie at forbidden pages."""
     from test_kernels_emulated_backward_fa2 import run as run_fa2
 
-    short = kernel == "fa2" and not cuda_backward.of_reals(problem, kernel)
-    reason = cuda.decline(problem.replace(deterministic=False) if short else problem, kernel)
-    if short and reason is None:
-        reason = cuda_backward_fa2.decline(problem)
-    if reason is not None:
+    if (reason := cuda.decline(problem, kernel)) is not None:
         raise NoBackendError(reason)
     if kernel == "fa3":
         chosen = cuda_backward.instance(problem, "fa3", info)
         if cuda_backward.copies_dout(problem, chosen):
             problem = problem.replace(dout=views.view(np.ascontiguousarray(problem.dout.array), "dout"))
         return backward.run(made, problem, chosen, info, side)
-    run = run_fa2 if short else backward_fp.run
+    run = backward_fp.run if cuda_backward.of_reals(problem, kernel) else run_fa2
     found = run(made, problem, info, side=side)
     if problem.bias is None:
         return found

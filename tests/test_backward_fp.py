@@ -32,7 +32,7 @@ def posed(dtype: np.dtype = F32, d: int = 16, dout: np.dtype | None = None, **op
         (posed(score="sqdist"), "score='sqdist'"),
         (posed(score_mod=lambda s, b, h, i, j: s), "score_mod"),
         (posed(mask_mod=lambda b, h, i, j: i >= j), "mask_mod"),
-        (posed(bias=np.zeros((1, 4, 6, 6), F32), deterministic=True), "a bias that is broadcast"),
+        (posed(bias=np.zeros((1, 4, 6, 6), F32), deterministic=True), "with a broadcast bias"),
         (posed(d=300), "head sizes 300 and 300"),
         (posed(softcap=3e38), "softcap"),
     ],

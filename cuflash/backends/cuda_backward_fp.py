@@ -116,7 +116,7 @@ def decline(problem: Problem) -> str | None:
         if asked:
             return f"it has no gradients with {name}"
     if problem.deterministic and problem.bias_is_shared:
-        return "deterministic=True with a bias that is broadcast: its gradient is added up in no fixed order"
+        return "deterministic=True with a broadcast bias: its gradient is added up in no fixed order"
     if (reason := structs.out_of_range(problem)) is not None:
         return reason
     sizes = problem.head_dim, problem.head_dim_v

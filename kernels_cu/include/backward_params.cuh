@@ -11,7 +11,7 @@ struct BackwardParams {
     void* dk;
     void* dv;
     // Of each row of each query head, in places: see first_place_of() in backward_rows.cuh.
-    float* row_lse;         // (heads_q, places): the log-sum-exp in log2 units; +inf where there is no row, or one that sees nothing
+    float* row_lse;         // (heads_q, places): the log-sum-exp in log2 units; +inf where there is no row, or one without keys
     float* row_delta;       // (heads_q, places): rowsum(dO * O) - dLSE; 0 there
     float* dq_sum;          // (heads_q, places / tile_rows, numbers of a tile in the order of its kernel): added up by blocks of keys
     void* dbias;            // as the bias, added up, so 0 before: float32, or float64 if several logits share an element; or null

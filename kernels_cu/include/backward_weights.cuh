@@ -72,8 +72,9 @@ template <class C> struct BackwardWeights {
                 }
     }
 
-    // To the sums of weights times their gradients, of the lane's rows. A weight of 0 adds nothing, whatever its gradient is.
-    __device__ __forceinline__ void add_products(float (&sum)[2 * MT]) const {
+    // To the sums of weights times their gradients, of the lane's rows. A weight of 0 adds nothing, whatever its gradient is; bit r of
+    // `weighs` tells of row r whether it had another.
+    __device__ __forceinline__ void add_products(float (&sum)[2 * MT], u32& weighs) const {
 #pragma unroll
         for (int mt = 0; mt < MT; ++mt)
 #pragma unroll
@@ -81,7 +82,9 @@ template <class C> struct BackwardWeights {
 #pragma unroll
                 for (int c = 0; c < 4; ++c) {
                     float& x = sum[2 * mt + c / 2];
-                    if (S_rmem[mt][nt][c] != 0.0f) x = fmaf(S_rmem[mt][nt][c], dP_rmem[mt][nt][c], x);
+                    if (S_rmem[mt][nt][c] == 0.0f) continue;
+                    x = fmaf(S_rmem[mt][nt][c], dP_rmem[mt][nt][c], x);
+                    weighs |= 1u << (2 * mt + c / 2);
                 }
     }
 

@@ -15,7 +15,10 @@ from .guarded import Guarded, Side
 def run(
     emulator: Emulator, problem: Problem, chosen: cuda_backward.Instance, info: DeviceInfo, side: Side = "end", blocks: int = 2,
 ) -> Gradients:
-    """Gradients in canonical axis order. Workspace and gradients hold NaN before. ``blocks``: that share the tiles of keys."""
+    """Gradients in canonical axis order. Workspace and gradients hold NaN before.
+
+    ``blocks``: that share the tiles of keys; where there is an order, each has one, as they come one after the other here.
+    """
     names = ("q", "k", "v", "out", "lse", "dout", "dlse")
     inputs = {name: Guarded(a, side, aligned=True) for name in names if (a := getattr(problem, name)) is not None}
     small = {name: Guarded(arrays.view(value, name), side) for name, value in structs.small_arrays(problem).items()}
@@ -38,7 +41,7 @@ def run(
     with tensor_maps():
         whole = cuda_backward_fa3.pack(moved, chosen, params)
     for source, kind, grid, threads, shared in cuda_backward.kernels(problem, chosen, results["dq"].view, info):
-        if kind != "BackwardParams":
+        if kind != "BackwardParams" and not cuda_backward.turn_keys(chosen):
             grid = min(grid, blocks)
         library = emulator.prepare_source(source, kind, 900).result()
         try:
