@@ -93,8 +93,7 @@ compiles = pytest.mark.skipif(jit.why_unusable() is not None, reason=f"kernels c
 @compiles
 @pytest.mark.parametrize("arch", ONE_EACH)
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_two_instances_for_every_gpu(arch, dtype):
-    """The plain causal one and the one with everything, of the head size that leaves the fewest registers."""
+def test_an_instance_for_every_gpu(arch, dtype):
+    """The one with everything, of the head size that leaves the fewest registers."""
     of_dtype = [i for i in cuda_backward_fp.common(cuda.representative(arch)) if i.dtype == dtype and i.d == 128]
-    check(arch, next(i for i in of_dtype if i.mask == 1))
     check(arch, max(of_dtype, key=lambda i: len(i.name(True))))
