@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import importlib.util
 import os
 from pathlib import Path
@@ -57,3 +58,11 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     for marker, why_not in REASONS.items():
         if item.get_closest_marker(marker) and (reason := why_not()):
             pytest.skip(reason)
+
+
+@pytest.fixture(scope="module")
+def import_example():
+    """import_module(), which finds the examples."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(ROOT / "examples"))
+        yield importlib.import_module

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import math
 import re
 import subprocess
@@ -29,13 +28,6 @@ def numbers(text: str) -> list[float]:
 def line_of(text: str, start: str) -> str:
     (line,) = (line for line in text.splitlines() if line.strip().startswith(start))
     return line
-
-
-@pytest.fixture(scope="module")
-def import_example():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(EXAMPLES))
-        yield importlib.import_module
 
 
 # ---- online_softmax.py -----------------------------------------------------------------------------------------------

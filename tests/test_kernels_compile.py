@@ -58,12 +58,10 @@ class OfReals(NamedTuple):
     name: str
     source: jit.Source
     tile: tiles_backward_fp.BackwardTile
-    d: int
-    dtype: str
 
     @classmethod
     def both(cls, i: cuda_backward_fp.Instance) -> list[OfReals]:
-        return [cls(i.name(of_keys), (i.source_of_rows, i.source_of_keys)[of_keys], i.tile(of_keys), i.d, i.dtype) for of_keys in (0, 1)]
+        return [cls(i.name(of_keys), (i.source_of_rows, i.source_of_keys)[of_keys], i.tile(of_keys)) for of_keys in (0, 1)]
 
 
 def every(arch: str) -> list[cuda.AnyInstance]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import math
 import os
 import signal
@@ -22,13 +21,6 @@ EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 PROGRAM = EXAMPLES / "train_transformer.py"
 EPS32, EPS64 = (float(np.finfo(dtype).eps) for dtype in (np.float32, np.float64))
 SMALL = ["--steps", "20", "--batch", "8", "--context", "24", "--layers", "1", "--heads", "2", "--width", "32", "--lr", "0.01"]
-
-
-@pytest.fixture(scope="module")
-def import_example():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(EXAMPLES))
-        yield importlib.import_module
 
 
 @pytest.fixture(scope="module")

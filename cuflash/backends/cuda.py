@@ -13,11 +13,11 @@ import numpy as np
 
 from .. import device, jit, launch, structs, tiles
 from ..tiles import Tile
-from ..types import HOST, INDICES, UNBOUNDED, ArrayView, Gradients, Plan, Problem, name_of
+from ..types import HOST, INDICES, ArrayView, Gradients, Plan, Problem, name_of
 from . import cuda_append, cuda_backward, cuda_decode, cuda_fa1, cuda_fa3, cuda_fp, cuda_merge, cuda_pages, cuda_parts, naive_cuda, packed
 from .cuda_instance import (
     CLEAR_ROWS, CUDA_TYPES, LARGEST_GRID, MASK_ARRAY, MASK_LEFT, MASK_LENGTH, MASK_RIGHT, SCORE_ALIBI, SCORE_BIAS, SCORE_BIAS32,
-    SCORE_PLAIN, SCORE_SCALED, SCORE_SOFTCAP, SHORT_TYPES, PrefillInstance, clear_source,
+    SCORE_PLAIN, SCORE_SCALED, SCORE_SOFTCAP, SHORT_TYPES, PrefillInstance, clear_source, mask_kind, score_kind,
 )
 
 NAME = "cuda"
@@ -153,11 +153,7 @@ def decline(problem: Problem, kernel: str) -> str | None:
 def instance(problem: Problem, info: device.DeviceInfo, kernel: str = "fa2") -> AnyInstance | cuda_decode.Instance | None:
     """The kernel instance for these arrays, or None if no tile fits the GPU."""
     d, dv = tiles.head_class(problem.head_dim), tiles.head_class(problem.head_dim_v)
-    left, right = (side != UNBOUNDED for side in problem.window)
-    mask = MASK_RIGHT | MASK_LEFT if left else MASK_RIGHT if right else MASK_LENGTH
-    if problem.mask is not None:
-        mask |= MASK_ARRAY
-    score = score_kind(problem)
+    mask, score = mask_kind(problem), score_kind(problem)
     if kernel == "decode":
         return cuda_decode.instance(problem, info, cuda_decode.copy_bytes(problem), score)
     load = structs.copy_bytes((problem.q, problem.k, problem.v))
@@ -194,15 +190,6 @@ def tile_for(d: int, dv: int, mask: int, score: int, load: int, page_rows: int, 
         arrays = min(2, arrays + (page_rows > 0 or load < 16))
     softcap = score == SCORE_SOFTCAP and load == 16 and not (arrays or page_rows or flat)
     return tiles.prefill_fa2(d, dv, bool(mask & (MASK_LEFT | MASK_RIGHT)), lean, info, arrays, softcap, page_rows)
-
-
-def score_kind(problem: Problem) -> int:
-    """SCORE_PLAIN where the scale can be folded into the exponential, else what the logits need."""
-    kind = (SCORE_SOFTCAP if problem.softcap else 0) | (SCORE_ALIBI if problem.alibi_slopes is not None else 0)
-    if problem.bias is not None:
-        kind |= SCORE_BIAS if problem.bias.dtype == problem.q.dtype else SCORE_BIAS32
-    foldable = 1e-30 < float(problem.scale) * structs.LOG2E < 1e30  # type: ignore[arg-type]
-    return kind if kind or foldable else SCORE_SCALED
 
 
 def plan(problem: Problem, kernel: str) -> Plan:

@@ -7,6 +7,7 @@ and float64 (cuda_backward_fp.py): a kernel of rows, then one of keys.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import math
@@ -18,9 +19,9 @@ import numpy as np
 
 from .. import device, jit, launch, structs
 from ..device import DeviceInfo
-from ..types import UNBOUNDED, ArrayView, Gradients, Plan, Problem, name_of
+from ..types import ArrayView, Gradients, Plan, Problem, name_of
 from . import cuda_backward_fa2, cuda_backward_fa3, cuda_backward_fp
-from .cuda_instance import CUDA_TYPES, LARGEST_GRID, MASK_LEFT, MASK_LENGTH, MASK_RIGHT, SHORT_TYPES
+from .cuda_instance import CUDA_TYPES, LARGEST_GRID, MASK_LENGTH, SHORT_TYPES, backward_stub, mask_kind
 
 PREPARE_ROWS, PREPARE_THREADS = 32, 256  # as backward_prepare.cu has them
 CONVERT_THREADS = 256
@@ -99,29 +100,22 @@ def lanes(head_dim_v: int) -> int:
     return 8 if head_dim_v <= 64 else 16 if head_dim_v <= 128 else 32
 
 
-def _stub(function: str, name: str, threads: int) -> str:
-    return (
-        f'static_assert(sizeof(BackwardParams) == {structs.BACKWARD_PARAMS.itemsize}, "structs.py mirrors backward_params.cuh");\n'
-        f'static_assert(FIRST_TURN == {FIRST_TURN} && TURNS == {TURNS}, "as cuda_backward.py has them");\n'
-        f'extern "C" __global__ void __launch_bounds__({threads}) {name}(const __grid_constant__ BackwardParams p) {{\n'
-        f"    {function}(p);\n"
-        "}\n"
-    )
-
-
 @functools.cache
 def prepare_source(out: str, dout: str, lanes: int, vector: bool) -> jit.Source:
     """The kernel that finds the rows' statistics, of results and their gradients in these dtypes."""
     name = f"backward_prepare_{SHORT_TYPES[out]}_{SHORT_TYPES[dout]}_lanes{lanes}" + "_strided" * (not vector)
     function = f"backward_prepare<{CUDA_TYPES[out]}, {CUDA_TYPES[dout]}, {lanes}, {str(vector).lower()}>"
-    return jit.Source("backward_prepare.cu", _stub(function, name, PREPARE_THREADS), name)
+    stub = backward_stub(
+        name, function, PREPARE_THREADS, PREPARE_ROWS=PREPARE_ROWS, PREPARE_THREADS=PREPARE_THREADS, FIRST_TURN=FIRST_TURN, TURNS=TURNS
+    )
+    return jit.Source("backward_prepare.cu", stub, name)
 
 
 @functools.cache
 def convert_source(dtype: str, rows: int, columns: int) -> jit.Source:
     """The kernel that turns sums for dQ, in tiles of so many rows, into rows of this dtype."""
     name, function = f"backward_convert_{SHORT_TYPES[dtype]}_m{rows}d{columns}", f"backward_convert<{CUDA_TYPES[dtype]}, {rows}, {columns}>"
-    return jit.Source("backward_convert.cu", _stub(function, name, CONVERT_THREADS), name)
+    return jit.Source("backward_convert.cu", backward_stub(name, function, CONVERT_THREADS, CONVERT_THREADS=CONVERT_THREADS), name)
 
 
 def instances(info: DeviceInfo) -> Iterator[jit.Source]:
@@ -183,8 +177,7 @@ def instance(problem: Problem, kernel: str, info: DeviceInfo) -> Instance | None
     """The kernel instance for these arrays, or None if no tile fits the GPU."""
     if kernel == "fa2":
         return cuda_backward_fa2.instance(problem, info)
-    left, right = (side != UNBOUNDED for side in problem.window)
-    return cuda_backward_fa3.instance(problem, MASK_RIGHT | MASK_LEFT if left else MASK_RIGHT if right else MASK_LENGTH)
+    return cuda_backward_fa3.instance(problem, mask_kind(problem))
 
 
 def plan(problem: Problem, kernel: str, backend: str, info: DeviceInfo) -> Plan:
@@ -220,8 +213,7 @@ def run(plan: Plan, problem: Problem, pointers: Mapping[str, int]) -> Gradients:
     found = {f"d{name}": _like(getattr(problem, name)) for name in "qkv"}
     views = {name: _view(a, place) for name, a in found.items()}
     if problem.bias is not None:
-        found["dbias"] = cupy.zeros(problem.bias_shape, cuda_backward_fa2.dbias_dtype(problem))  # added up
-        views["dbias"] = _view(cupy.broadcast_to(found["dbias"], problem.bias.shape), place)
+        found["dbias"], views["dbias"] = _bias_gradient(problem, cuda_backward_fa2.dbias_dtype(problem))
     if problem.sinks is not None:
         found["dsinks"] = cupy.empty(problem.heads_q, np.float32)
         views["dsinks"] = _view(found["dsinks"], place)
@@ -238,9 +230,7 @@ def run(plan: Plan, problem: Problem, pointers: Mapping[str, int]) -> Gradients:
         stream = launch.stream_pointer(None)
         for step, kind in steps:
             launch.launch(step, params if kind == "BackwardParams" else whole, stream)
-    if problem.bias is not None and problem.bias.dtype != found["dbias"].dtype:
-        found["dbias"] = found["dbias"].astype(problem.bias.dtype)
-    return Gradients(**found)
+    return _gradients(problem, found)
 
 
 def _run_reals(chosen: cuda_backward_fp.Instance, problem: Problem, pointers: Mapping[str, int], info: DeviceInfo) -> Gradients:
@@ -251,12 +241,9 @@ def _run_reals(chosen: cuda_backward_fp.Instance, problem: Problem, pointers: Ma
         for of_keys, source, blocks, threads, shared in cuda_backward_fp.kernels(problem, chosen)
     ]
     clear_slack(problem, found)
-    written = dict(found)
+    views = {name: _view(a, place) for name, a in found.items()}
     if problem.bias is not None:
-        written["dbias"] = cupy.zeros(problem.bias_shape, cuda_backward_fp.dbias_dtype(problem))
-    views = {name: _view(a, place) for name, a in written.items()}
-    if problem.bias is not None:
-        views["dbias"] = _view(cupy.broadcast_to(written["dbias"], problem.bias.shape), place)
+        found["dbias"], views["dbias"] = _bias_gradient(problem, cuda_backward_fp.dbias_dtype(problem))
     sizes, item = cuda_backward_fp.work_sizes(problem), problem.compute_dtype.itemsize
     sizes.pop("row_sink", None)  # an array of its own, which CuPy sums up
     shares = cupy.zeros(problem.lse_shape, problem.compute_dtype) if problem.sinks is not None else None
@@ -268,14 +255,25 @@ def _run_reals(chosen: cuda_backward_fp.Instance, problem: Problem, pointers: Ma
         for step, of_keys in steps:
             params = cuda_backward_fp.pack(problem, chosen, of_keys, info, views, pointers, work)
             launch.launch(step, params, launch.stream_pointer(None))
-    dbias = written.get("dbias")
-    if dbias is not None and dbias.dtype != problem.bias.dtype:
-        dbias = dbias.astype(problem.bias.dtype)
-    dsinks = None
     if shares is not None:
         axes = tuple(n for n in range(shares.ndim) if n != shares.ndim - 2)  # all but that of the heads
-        dsinks = shares.sum(axis=axes, dtype=np.float64).astype(problem.compute_dtype)
-    return Gradients(**found, dbias=dbias, dsinks=dsinks)
+        found["dsinks"] = shares.sum(axis=axes, dtype=np.float64).astype(problem.compute_dtype)
+    return _gradients(problem, found)
+
+
+def _bias_gradient(problem: Problem, dtype: np.dtype) -> tuple[Any, ArrayView]:
+    """Zeros of the shape of the user's bias, to which kernels add, and how they see them: as the bias is repeated."""
+    cupy = sys.modules["cupy"]
+    made = cupy.zeros(problem.bias_shape, dtype)
+    return made, _view(cupy.broadcast_to(made, problem.bias.shape), problem.q.device)  # type: ignore[union-attr]
+
+
+def _gradients(problem: Problem, found: Mapping[str, Any]) -> Gradients:
+    """What was computed, that of the bias in its dtype."""
+    g = Gradients(**found)
+    if problem.bias is None or g.dbias.dtype == problem.bias.dtype:
+        return g
+    return dataclasses.replace(g, dbias=g.dbias.astype(problem.bias.dtype))
 
 
 def clear_slack(problem: Problem, gradients: Mapping[str, Any]) -> None:

@@ -11,10 +11,10 @@ import numpy as np
 
 from .. import jit, structs, tiles, tiles_backward
 from ..device import DeviceInfo
-from ..types import UNBOUNDED, Problem, name_of
+from ..types import Problem, name_of
 from .cuda_instance import (
     CUDA_TYPES, MASK_ARRAY, MASK_LEFT, MASK_LENGTH, MASK_RIGHT, SCORE_ALIBI, SCORE_BIAS, SCORE_BIAS32, SCORE_PLAIN, SCORE_SCALED,
-    SCORE_SOFTCAP, SHORT_TYPES, PrefillInstance,
+    SCORE_SOFTCAP, SHORT_TYPES, PrefillInstance, backward_stub, mask_kind, score_kind,
 )
 
 TYPES = ("float16", "bfloat16")
@@ -119,14 +119,10 @@ def decline(problem: Problem) -> str | None:
 
 def instance(problem: Problem, info: DeviceInfo) -> Instance | None:
     """The kernel instance for these arrays, or None if no tile fits the GPU."""
-    left, right = (side != UNBOUNDED for side in problem.window)
-    mask = MASK_RIGHT | MASK_LEFT if left else MASK_RIGHT if right else MASK_LENGTH
-    if problem.mask is not None:
-        mask |= MASK_ARRAY
     arrays = (problem.q, problem.k, problem.v, problem.dout)
     load = structs.copy_bytes(tuple(a for a in arrays if a is not None))
     d, dv = tiles.head_class(problem.head_dim), tiles.head_class(problem.head_dim_v)
-    score = score_kind(problem)
+    mask, score = mask_kind(problem), score_kind(problem)
     # Sums over keys cancel but for errors of delta, and the gradient of a sink is a sum of deltas.
     precise = bool(score & SCORE_BIAS32) or problem.bias_is_shared or problem.sinks is not None
     return make(name_of(problem.q.dtype), d, dv, info, mask, score, load, problem.deterministic, precise)
@@ -157,39 +153,19 @@ def dbias_dtype(problem: Problem) -> np.dtype:
     return np.dtype(np.float64 if problem.bias_is_shared else np.float32)
 
 
-def score_kind(problem: Problem) -> int:
-    """SCORE_PLAIN where the scale can be folded into the exponential, else what the logits need."""
-    kind = (SCORE_SOFTCAP if problem.softcap else 0) | (SCORE_ALIBI if problem.alibi_slopes is not None else 0)
-    if problem.bias is not None:
-        kind |= SCORE_BIAS if problem.bias.dtype == problem.q.dtype else SCORE_BIAS32
-    foldable = 1e-30 < float(problem.scale) * structs.LOG2E < 1e30  # type: ignore[arg-type]
-    return kind if kind or foldable else SCORE_SCALED
-
-
 @functools.cache
 def convert_source(dtype: str, vector: bool) -> jit.Source:
     """The kernel that turns sums for dQ into rows of this dtype; ``vector``: which can be written 16 bytes at a time."""
     name = f"backward_convert_rows_{SHORT_TYPES[dtype]}" + "_strided" * (not vector)
-    stub = (
-        f'static_assert(sizeof(BackwardParams) == {structs.BACKWARD_PARAMS.itemsize}, "structs.py mirrors backward_params.cuh");\n'
-        f'static_assert(CONVERT_ROWS == {CONVERT_ROWS}, "as cuda_backward_fa2.py has it");\n'
-        f'extern "C" __global__ void __launch_bounds__(CONVERT_THREADS) {name}(const __grid_constant__ BackwardParams p) {{\n'
-        f"    backward_convert_rows<{CUDA_TYPES[dtype]}, {str(vector).lower()}>(p);\n"
-        "}\n"
-    )
+    call = f"backward_convert_rows<{CUDA_TYPES[dtype]}, {str(vector).lower()}>"
+    stub = backward_stub(name, call, CONVERT_THREADS, CONVERT_ROWS=CONVERT_ROWS, CONVERT_THREADS=CONVERT_THREADS)
     return jit.Source("backward_convert_rows.cu", stub, name)
 
 
 def sinks_source() -> jit.Source:
     """The kernel of the gradient of the sinks."""
-    stub = (
-        f'static_assert(sizeof(BackwardParams) == {structs.BACKWARD_PARAMS.itemsize}, "structs.py mirrors backward_params.cuh");\n'
-        f'static_assert(SINKS_THREADS == {SINKS_THREADS}, "as cuda_backward_fa2.py has it");\n'
-        'extern "C" __global__ void __launch_bounds__(SINKS_THREADS) backward_sinks_of_heads(const __grid_constant__ BackwardParams p) {\n'
-        "    backward_sinks(p);\n"
-        "}\n"
-    )
-    return jit.Source("backward_sinks.cu", stub, "backward_sinks_of_heads")
+    name = "backward_sinks_of_heads"
+    return jit.Source("backward_sinks.cu", backward_stub(name, "backward_sinks", SINKS_THREADS, SINKS_THREADS=SINKS_THREADS), name)
 
 
 def launches(problem: Problem, chosen: Instance, blocks: int, dq_vector: bool) -> list[tuple[jit.Source, int, int, int]]:

@@ -16,10 +16,10 @@ import numpy as np
 from .. import jit, structs, tiles, tiles_backward_fp
 from ..device import DeviceInfo
 from ..tiles_backward_fp import BackwardTile
-from ..types import UNBOUNDED, ArrayView, Problem, name_of
+from ..types import ArrayView, Problem, name_of
 from .cuda_instance import (
     ITEMSIZE, LARGEST_GRID, MASK_ARRAY, MASK_LEFT, MASK_LENGTH, MASK_RIGHT, SCORE_ALIBI, SCORE_BIAS, SCORE_BIAS32, SCORE_PLAIN,
-    SCORE_SCALED, SCORE_SOFTCAP, SHORT_TYPES, kind_words,
+    SCORE_SCALED, SCORE_SOFTCAP, SHORT_TYPES, kind_words, mask_kind, score_kind,
 )
 
 REALS = {"float32": "Exact32", "float64": "Exact64"}
@@ -151,10 +151,7 @@ def instance(problem: Problem, info: DeviceInfo) -> Instance | None:
     """The kernel instance for these arrays, or None if no tile fits the GPU."""
     dtype = name_of(problem.q.dtype)
     d, dv = tiles.head_class(problem.head_dim), tiles.head_class(problem.head_dim_v)
-    left, right = (side != UNBOUNDED for side in problem.window)
-    mask = MASK_RIGHT | MASK_LEFT if left else MASK_RIGHT if right else MASK_LENGTH
-    mask |= MASK_ARRAY if problem.mask is not None else 0
-    score = score_kind(problem)
+    mask, score = mask_kind(problem), score_kind(problem)
     found = tiles_backward_fp.backward_fp(dtype, d, dv, info, needs_more(mask, score))
     if found is None:
         return None
@@ -166,15 +163,6 @@ def instance(problem: Problem, info: DeviceInfo) -> Instance | None:
 def needs_more(mask: int, score: int) -> bool:
     """Whether there is more than lengths, a window and a scale."""
     return bool(mask & MASK_ARRAY or score & ~SCORE_SCALED)
-
-
-def score_kind(problem: Problem) -> int:
-    """As that of the forward pass: SCORE_PLAIN where the scale can be folded into the exponential."""
-    kind = (SCORE_SOFTCAP if problem.softcap else 0) | (SCORE_ALIBI if problem.alibi_slopes is not None else 0)
-    if problem.bias is not None:
-        kind |= SCORE_BIAS if problem.bias.dtype == problem.q.dtype else SCORE_BIAS32
-    foldable = 1e-30 < float(problem.scale) * structs.LOG2E < 1e30  # type: ignore[arg-type]
-    return kind if kind or foldable else SCORE_SCALED
 
 
 def work_sizes(problem: Problem) -> dict[str, int]:

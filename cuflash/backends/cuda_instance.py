@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from .. import jit, launch, structs
+from ..types import UNBOUNDED, Problem
 
 MASK_LENGTH, MASK_RIGHT, MASK_LEFT, MASK_ARRAY = 0, 1, 2, 4  # as in mask.cuh
 SCORE_PLAIN, SCORE_SCALED, SCORE_SOFTCAP, SCORE_ALIBI, SCORE_BIAS, SCORE_BIAS32 = 0, 1, 2, 4, 8, 16  # as in score.cuh
@@ -104,6 +105,33 @@ class PrefillInstance:
             "}\n"
         )
         return jit.Source(f"{self.KERNEL}.cu", stub, self.name)
+
+
+def mask_kind(problem: Problem) -> int:
+    """What masks have for the window (causal included) and a boolean array."""
+    left, right = (side != UNBOUNDED for side in problem.window)
+    kind = MASK_RIGHT | MASK_LEFT if left else MASK_RIGHT if right else MASK_LENGTH
+    return kind | (MASK_ARRAY if problem.mask is not None else 0)
+
+
+def score_kind(problem: Problem) -> int:
+    """SCORE_PLAIN where the scale can be folded into the exponential, else what the logits need."""
+    kind = (SCORE_SOFTCAP if problem.softcap else 0) | (SCORE_ALIBI if problem.alibi_slopes is not None else 0)
+    if problem.bias is not None:
+        kind |= SCORE_BIAS if problem.bias.dtype == problem.q.dtype else SCORE_BIAS32
+    foldable = 1e-30 < float(problem.scale) * structs.LOG2E < 1e30  # type: ignore[arg-type]
+    return kind if kind or foldable else SCORE_SCALED
+
+
+def backward_stub(name: str, call: str, threads: int, **constants: int) -> str:
+    """The function of this name, which only calls another with BackwardParams p. ``constants``: which kernel and host must have alike."""
+    same = "".join(f'static_assert({constant} == {value}, "as the host has it");\n' for constant, value in constants.items())
+    return (
+        f'static_assert(sizeof(BackwardParams) == {structs.BACKWARD_PARAMS.itemsize}, "structs.py mirrors it");\n{same}'
+        f'extern "C" __global__ void __launch_bounds__({threads}) {name}(const __grid_constant__ BackwardParams p) {{\n'
+        f"    {call}(p);\n"
+        "}\n"
+    )
 
 
 def kind_words(mask: int, score: int) -> list[str]:

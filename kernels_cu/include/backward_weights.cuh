@@ -3,6 +3,7 @@
 #include "include/backward_rows.cuh"
 #include "include/mask.cuh"
 #include "include/score.cuh"
+#include "include/shared_sums.cuh"
 
 // Fragments of a warp: 16 MT rows by KEYS keys. C: MASK, SCORE, MT, KEYS, Order and In, the type of the arrays.
 template <class C> struct BackwardWeights {

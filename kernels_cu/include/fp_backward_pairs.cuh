@@ -1,6 +1,7 @@
 // From scores and dP of a tile to weights and gradients of scores, element by element: for tiles of [rows][keys] as for [keys][rows].
 #include "include/fp_backward_products.cuh"
 #include "include/fp_backward_rows.cuh"
+#include "include/shared_sums.cuh"
 
 template <int MASK, int SCORE, class Real> struct Pairs {
     using T = typename Real::T;
