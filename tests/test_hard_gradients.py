@@ -41,7 +41,8 @@ def raw(target: Target) -> bool:
 
 
 def by_rounded_output(target: Target, dtype: np.dtype) -> bool:
-    """Whether a target takes delta = rowsum(dO O) from O in 16 bits. Sums over keys that cancel but for delta then miss the contract."""
+    """Whether a target takes delta = rowsum(dO O) from O in 16 bits, and rounds dS to them. Sums over keys that cancel then miss the
+    contract."""
     return raw(target) and dtype.itemsize == 2
 
 
