@@ -148,7 +148,7 @@ def low_logits(sq: int, length: int, dtype: np.dtype) -> tuple[np.ndarray, ...]:
 @pytest.mark.parametrize(("sq", "length"), [(65, 65), (129, 129), (1, 128), (1, 65)])
 def test_case_10_gradients_that_cancel(sq: int, length: int, dtype: np.dtype, target: Target, request: pytest.FixtureRequest) -> None:
     if by_rounded_output(target, dtype):
-        request.applymarker(pytest.mark.xfail(strict=True, reason="errors of delta and dS in 16 bits times the sum of 65 keys that are 960 each"))
+        request.applymarker(pytest.mark.xfail(strict=True, reason="errors of delta and dS in 16 bits, times 65 keys of 960 each"))
     dout, q, k, v = low_logits(sq, length, dtype)
     g = differentiate(target, dout, q, k, v)
     assert_oracle(g, dout, q, k, v)
@@ -277,7 +277,7 @@ def test_case_64_two_logits_that_nearly_tie(dtype: np.dtype, target: Target, req
     if dtype == F16:
         assert error < 2 * compare.eps(F16) * 1.01
     if by_rounded_output(target, dtype) and dtype == F16:
-        request.applymarker(pytest.mark.xfail(strict=True, reason="errors of delta and dS in 16 bits times a sum of keys of 76 each"))
+        request.applymarker(pytest.mark.xfail(strict=True, reason="errors of delta and dS in 16 bits, times keys of 76 each"))
     assert_oracle(g, dout, q, k, v, scale=0.5)
 
 
